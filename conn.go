@@ -1,0 +1,724 @@
+package nsq
+
+import (
+	"context"
+	"errors"
+	"io"
+	"net"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+const (
+	heartbeat = "_heartbeat_"
+	closeWait = "CLOSE_WAIT"
+)
+
+var nopLine = []byte("NOP\n")
+
+// Conn is one connection to an nsqd. A Consumer makes its own; a program may make one with NewConn to speak the
+// protocol itself.
+//
+// Two goroutines serve it. readLoop answers heartbeats and hands on messages, whatever handlers do. writeLoop sends
+// what has gathered in the meantime in one call; it is the only one that writes.
+type Conn struct {
+	addr     string // as it was configured; names the connection
+	config   *Config
+	owner    connOwner
+	delegate MessageDelegate // of all messages of this connection
+	log      *loggers
+
+	transport *transport // set by the handshake; the loops begin after it
+	maxRDY    atomic.Int64
+	lastRDY   atomic.Int64 // when RDY was last set above 0, by monotonic; 0: never
+	created   time.Time
+	rdy       atomic.Int64 // what RDY reports
+
+	connecting atomic.Bool // Connect was called
+	closing    atomic.Bool // no new work: CLS is queued, Close was called, or the connection has ended
+
+	wake     chan struct{} // size 1: writeLoop has something to do
+	settled  chan struct{} // size 1: while closing, nothing is unanswered or unwritten any more
+	waitSeen chan struct{} // closed when CLOSE_WAIT came
+	done     chan struct{} // closed when the connection has ended
+	wg       sync.WaitGroup
+
+	mu            sync.Mutex // guards the fields below, for a few lines at a time, never across I/O or a user's code
+	stopConnect   context.CancelCauseFunc
+	remote        net.Addr
+	msgTimeout    time.Duration // negotiated; 0: not known
+	maxMsgTimeout time.Duration // negotiated; 0: not known
+	ended         bool
+	err           error // why it ended; nil: it was asked to
+	since         time.Time
+
+	table    inFlightTable
+	peak     int    // most unanswered messages since the last look at demand
+	fresh    int64  // messages since the last look at demand
+	noted    bool   // rdyLoop knows of fresh ones
+	timed    bool   // rdyLoop will come for the next deadline
+	watched  bool   // rdyLoop wants to know of answers
+	lent     bool   // rdyLoop wants to know when RDY is used up
+	probe    uint64 // the backoff period this connection probes for; 0: none
+	lastRead int64  // when messages came last, by monotonic; 0: never
+	lastBeat int64  // when a heartbeat came last
+
+	out        []byte // commands for writeLoop
+	outAnswers int    // the FIN and REQ among them
+	unwritten  int    // FIN and REQ queued or being written
+	round      uint64 // counts what writeLoop took, so that a message has one TOUCH in each
+	writing    bool   // writeLoop is in a write
+	nop        bool   // a heartbeat waits for its answer
+	wantRDY    int64  // a mailbox: the last value wins
+	takenRDY   int64  // last taken by writeLoop
+	writtenRDY int64  // last written
+	highestRDY int64
+	clsQueued  bool
+	waiters    []chan error // of WriteCommand, for what is in out
+
+	counts connCounts
+}
+
+// connCounts are what a connection counts.
+type connCounts struct {
+	received, finished, requeued uint64
+	expired                      uint64 // messages whose timeout passed before they were answered
+	late                         uint64 // answers that came too late, by our clock or by nsqd's word
+}
+
+func (c *connCounts) add(o connCounts) {
+	c.received += o.received
+	c.finished += o.finished
+	c.requeued += o.requeued
+	c.expired += o.expired
+	c.late += o.late
+}
+
+// connOwner is who a Conn works for: a Consumer, or the delegate of a Conn made by NewConn. Methods are called without
+// locks held, by readLoop if nothing else is said.
+type connOwner interface {
+	// received gets messages that were entered as unanswered.
+	received(c *Conn, ms []*Message)
+	// decide is asked about an answer before it is queued, by whoever answers. If it returns true, it has queued the
+	// answer or will, after the RDY that the answer causes.
+	decide(c *Conn, m *Message, a answer) bool
+	// ranInVain is told of messages that handlers have, but which nsqd will deliver again. By any goroutine.
+	ranInVain(ids []MessageID)
+	// lateAnswer is told of an answer that was not sent, by whoever answers.
+	lateAnswer(c *Conn, m *Message)
+	response(c *Conn, data []byte)
+	protocolError(c *Conn, err *ProtocolError, data []byte)
+	heartbeat(c *Conn)
+	// changed is told that RDY was written, or something else happened that rdyLoop waits for. By any goroutine.
+	changed()
+	// failed is told that the connection has ended by a read or write error, once; expected if it was to end anyway.
+	// By any goroutine.
+	failed(c *Conn, err error, expected bool)
+}
+
+// answer is a FIN or a REQ.
+type answer struct {
+	finish  bool
+	delay   time.Duration // of a REQ, as the user gave it
+	backoff bool          // of a REQ: it is a failure that counts
+}
+
+func (a answer) String() string {
+	if a.finish {
+		return "FIN"
+	}
+	return "REQ"
+}
+
+func newConn(addr string, config *Config, owner connOwner, log *loggers) *Conn {
+	c := &Conn{
+		addr:     addr,
+		config:   config,
+		owner:    owner,
+		log:      log,
+		created:  time.Now(),
+		wake:     make(chan struct{}, 1),
+		settled:  make(chan struct{}, 1),
+		waitSeen: make(chan struct{}),
+		done:     make(chan struct{}),
+		round:    1,
+	}
+	c.delegate = &messageAnswers{c}
+	c.maxRDY.Store(defaultMaxRDY)
+	return c
+}
+
+// begin starts writeLoop. The caller goes on with readLoop.
+func (c *Conn) begin() error {
+	if err := c.transport.socket.watchSilence(acceptedSilence(c.config)); err != nil {
+		return err
+	}
+	c.mu.Lock()
+	c.since = time.Now()
+	c.mu.Unlock()
+	c.wg.Go(c.writeLoop)
+	return nil
+}
+
+// end ends the connection: its messages are nobody's any more, its goroutines return. The first call decides why.
+func (c *Conn) end(err error) {
+	c.mu.Lock()
+	if c.ended {
+		c.mu.Unlock()
+		return
+	}
+	c.ended = true
+	c.err = err
+	expected := c.closing.Swap(true)
+	var ran []MessageID
+	c.table.clear(func(m *Message) {
+		if m.delivery.state.drop() {
+			m.Body = nil // it may lie in the queue for a while
+		} else {
+			ran = append(ran, m.delivery.id)
+		}
+	})
+	c.out, c.unwritten, c.outAnswers = nil, 0, 0
+	waiters := c.waiters
+	c.waiters = nil
+	transport, stopConnect := c.transport, c.stopConnect
+	c.mu.Unlock()
+
+	reply(waiters, ErrNotConnected)
+	close(c.done)
+	if stopConnect != nil {
+		stopConnect(ErrClosing)
+	}
+	if transport != nil {
+		transport.close()
+	}
+	if err != nil {
+		c.owner.failed(c, err, expected)
+	}
+	c.owner.ranInVain(ran)
+	c.owner.changed()
+}
+
+// ---- reading
+
+// readLoop reads until the connection ends and says why; nil after a close that was asked for.
+func (c *Conn) readLoop() error {
+	err := c.read()
+	if c.IsClosing() && (errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed)) {
+		err = nil
+	}
+	c.end(err)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.err
+}
+
+func (c *Conn) read() error {
+	frames := newFrameReader(c.transport.r, c.config.MaxMsgSize)
+	var batch messageBatch
+	for {
+		for {
+			frameType, data, owned, ok, err := frames.next()
+			if err != nil {
+				return err
+			}
+			if !ok {
+				break
+			}
+			if frameType == FrameTypeMessage {
+				if batch.full(data) {
+					if err := c.deliver(&batch); err != nil {
+						return err
+					}
+				}
+				if err := batch.add(data, owned); err != nil {
+					return err
+				}
+				continue
+			}
+			if err := c.deliver(&batch); err != nil {
+				return err
+			}
+			if err := c.handleFrame(frameType, data); err != nil {
+				return err
+			}
+		}
+		if err := c.deliver(&batch); err != nil {
+			return err
+		}
+		if err := frames.fill(); err != nil {
+			return err
+		}
+	}
+}
+
+// deliver enters the messages of a batch and hands them on.
+func (c *Conn) deliver(batch *messageBatch) error {
+	if batch.empty() {
+		return nil
+	}
+	ms := batch.take()
+	tell, err := c.enter(ms, monotonic())
+	if err != nil {
+		return err
+	}
+	if tell {
+		c.owner.changed()
+	}
+	c.owner.received(c, ms)
+	return nil
+}
+
+// enter makes the messages count as unanswered. It reports whether rdyLoop should look.
+func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ended {
+		return false, net.ErrClosed
+	}
+	for _, m := range ms {
+		m.NSQDAddress = c.addr
+		m.Delegate = c.delegate
+		d := &m.delivery
+		d.conn, d.id, d.period = c, m.ID, c.probe
+		if c.msgTimeout > 0 {
+			d.deadline = now + int64(c.msgTimeout)
+		}
+		if c.maxMsgTimeout > 0 {
+			d.limit = now + int64(c.maxMsgTimeout)
+		}
+		if old := c.table.insert(m); old != nil && !old.delivery.state.drop() {
+			old.delivery.newer = m
+		}
+	}
+	c.counts.received += uint64(len(ms))
+	c.fresh += int64(len(ms))
+	c.lastRead = now
+	live := c.table.live
+	c.peak = max(c.peak, live)
+	if int64(live) > 4*c.highestRDY+1024 {
+		return false, &TooManyUnansweredError{Unanswered: int64(live), MaxRDY: c.highestRDY}
+	}
+	tell = !c.noted || !c.timed && c.msgTimeout > 0 || c.lent && int64(live) >= c.writtenRDY
+	c.noted, c.timed = true, true
+	return tell, nil
+}
+
+func (c *Conn) handleFrame(frameType int32, data []byte) error {
+	switch frameType {
+	case FrameTypeResponse:
+		switch string(data) {
+		case heartbeat:
+			c.log.logf(LogLevelDebug, "heartbeat received")
+			c.mu.Lock()
+			c.nop = true
+			c.lastBeat = monotonic()
+			c.mu.Unlock()
+			c.signal()
+			c.owner.heartbeat(c)
+		case closeWait:
+			c.sawCloseWait()
+			c.owner.response(c, data)
+		default:
+			c.owner.response(c, data)
+		}
+		return nil
+	case FrameTypeError:
+		perr := parseProtocolError(data)
+		if perr.Fatal() {
+			c.owner.protocolError(c, perr, data)
+			return perr
+		}
+		c.lose(perr)
+		c.owner.protocolError(c, perr, data)
+		return nil
+	}
+	return &UnexpectedFrameError{frameType}
+}
+
+func (c *Conn) sawCloseWait() {
+	c.mu.Lock()
+	expected := c.clsQueued
+	c.mu.Unlock()
+	if !expected {
+		return
+	}
+	select {
+	case <-c.waitSeen:
+	default:
+		close(c.waitSeen)
+	}
+}
+
+// lose counts an answer that came too late. If the message it was about is still being handled, it is not ours any
+// more.
+func (c *Conn) lose(perr *ProtocolError) {
+	c.mu.Lock()
+	c.counts.late++
+	lost := false
+	if id, ok := perr.MessageID(); ok {
+		if m := c.table.find(&id); m != nil && m.delivery.listed {
+			c.table.remove(m)
+			m.delivery.state.drop()
+			lost = true
+		}
+	}
+	tell := lost && (c.watched || c.closing.Load())
+	c.settleLocked()
+	c.mu.Unlock()
+	if tell {
+		c.owner.changed()
+	}
+}
+
+// expire drops the messages whose deadline has passed, and returns their number.
+func (c *Conn) expire(now int64) (n int) {
+	var ran []MessageID
+	c.mu.Lock()
+	for m := c.table.expire(now); m != nil; m = c.table.expire(now) {
+		n++
+		if m.delivery.state.dropped() {
+			m.Body = nil
+		} else {
+			ran = append(ran, m.delivery.id)
+		}
+	}
+	c.counts.expired += uint64(n)
+	c.settleLocked()
+	c.mu.Unlock()
+	c.owner.ranInVain(ran)
+	return n
+}
+
+// expireTaken drops a message that a handler was about to begin, too late.
+func (c *Conn) expireTaken(m *Message) {
+	c.mu.Lock()
+	if m.delivery.listed {
+		c.table.remove(m)
+		c.counts.expired++
+	}
+	tell := c.watched
+	c.settleLocked()
+	c.mu.Unlock()
+	if tell {
+		c.owner.changed()
+	}
+}
+
+// giveBack requeues a message that no handler has begun.
+func (c *Conn) giveBack(m *Message) {
+	if m.responded.CompareAndSwap(false, true) {
+		c.queueAnswer(m, answer{})
+	}
+}
+
+// giveBackQueued gives back all messages that no handler has begun.
+func (c *Conn) giveBackQueued() {
+	c.mu.Lock()
+	queued := c.table.queued()
+	c.mu.Unlock()
+	for _, m := range queued {
+		if m.delivery.state.drop() {
+			c.giveBack(m)
+		}
+	}
+}
+
+// ---- answers
+
+// messageAnswers is the delegate of a connection's messages.
+type messageAnswers struct{ c *Conn }
+
+func (a *messageAnswers) OnFinish(m *Message) { a.c.answer(m, answer{finish: true}) }
+
+func (a *messageAnswers) OnRequeue(m *Message, delay time.Duration, backoff bool) {
+	a.c.answer(m, answer{delay: delay, backoff: backoff})
+}
+
+func (a *messageAnswers) OnTouch(m *Message) { a.c.touch(m) }
+
+// answer carries out a FIN or REQ. It never blocks on the network.
+func (c *Conn) answer(m *Message, a answer) {
+	if m.delivery.conn != c { // the delegate was put on a message made by hand
+		return
+	}
+	if !c.owner.decide(c, m, a) {
+		c.queueAnswer(m, a)
+	}
+}
+
+// queueAnswer appends the command to what writeLoop writes next, if the message is still this connection's.
+func (c *Conn) queueAnswer(m *Message, a answer) {
+	c.mu.Lock()
+	if c.ended || !c.claim(m, a.finish) {
+		c.counts.late++
+		c.mu.Unlock()
+		c.owner.lateAnswer(c, m)
+		return
+	}
+	if a.finish {
+		c.out = appendFinish(c.out, m.delivery.id)
+		c.counts.finished++
+	} else {
+		c.out = appendRequeue(c.out, m.delivery.id, c.requeueDelay(m, a.delay))
+		c.counts.requeued++
+	}
+	c.outAnswers++
+	c.unwritten++
+	c.mu.Unlock()
+	c.signal()
+	if c.log.enabled(LogLevelDebug) {
+		c.log.logf(LogLevelDebug, "%s %s", a, m.delivery.id[:])
+	}
+}
+
+// claim takes m out of the table for its answer. It returns false if no answer may be sent: nsqd would take it as one
+// to a delivery that came later, or not at all.
+func (c *Conn) claim(m *Message, finish bool) bool {
+	if m.delivery.listed {
+		c.table.remove(m)
+		return true
+	}
+	newest := m
+	for newest.delivery.newer != nil {
+		newest = newest.delivery.newer
+	}
+	m.delivery.newer = nil
+	if newest == m { // expired, lost, or answered by a later delivery's FIN
+		if c.table.holds(m) {
+			c.table.remove(m)
+		}
+		return false
+	}
+	// The message came again meanwhile. The work is done, so the new copy need not be handled; nsqd has the ID in
+	// flight for us, and takes FIN for it. A REQ or TOUCH would only disturb the new one.
+	if !finish || !newest.delivery.listed {
+		return false
+	}
+	c.table.remove(newest)
+	if newest.delivery.state.drop() {
+		newest.Body = nil
+	}
+	return true
+}
+
+// requeueDelay is the delay of a REQ: -1 stands for one that grows with the attempts.
+func (c *Conn) requeueDelay(m *Message, d time.Duration) time.Duration {
+	if d != -1 {
+		return d // appendRequeue keeps it within what nsqd takes
+	}
+	return min(c.config.DefaultRequeueDelay*time.Duration(m.Attempts), c.config.MaxRequeueDelay)
+}
+
+// touch queues a TOUCH and moves the deadline.
+func (c *Conn) touch(m *Message) {
+	if m.delivery.conn != c {
+		return
+	}
+	c.mu.Lock()
+	if c.ended || !m.delivery.listed {
+		superseded := m.delivery.newer != nil
+		if !superseded {
+			c.counts.late++
+		}
+		c.mu.Unlock()
+		if !superseded {
+			c.owner.lateAnswer(c, m)
+		}
+		return
+	}
+	if m.delivery.touched == c.round { // one is on its way already
+		c.mu.Unlock()
+		return
+	}
+	m.delivery.touched = c.round
+	c.out = appendTouch(c.out, m.delivery.id)
+	if m.delivery.deadline != 0 {
+		deadline := monotonic() + int64(c.msgTimeout)
+		if m.delivery.limit != 0 {
+			deadline = min(deadline, m.delivery.limit)
+		}
+		c.table.postpone(m, deadline)
+	}
+	c.mu.Unlock()
+	c.signal()
+}
+
+// ---- writing
+
+// signal wakes writeLoop. It never blocks.
+func (c *Conn) signal() {
+	select {
+	case c.wake <- struct{}{}:
+	default: // it is awake, and will find what there is
+	}
+}
+
+// setRDY leaves n for writeLoop, which sends it ahead of queued answers. Messages that arrive once n is on its way
+// belong to this backoff period (0: they decide nothing).
+func (c *Conn) setRDY(n int64, period uint64) {
+	c.mu.Lock()
+	c.wantRDY = n
+	c.probe = period
+	c.mu.Unlock()
+	c.noteRDY(n)
+	c.signal()
+}
+
+func (c *Conn) noteRDY(n int64) {
+	c.rdy.Store(n)
+	if n > 0 {
+		c.lastRDY.Store(monotonic())
+	}
+}
+
+// writeLoop sends what gathers. Nothing waits for a timer: what comes while it writes goes out in the next call.
+func (c *Conn) writeLoop() {
+	var spare []byte
+	for {
+		select {
+		case <-c.wake:
+		case <-c.done:
+			return
+		}
+		batch := c.takeOut(spare)
+		if len(batch.bytes) == 0 {
+			reply(batch.waiters, nil)
+			c.settle()
+			spare = batch.bytes // the other one of the two buffers
+			continue
+		}
+		if batch.rdy {
+			c.log.logf(LogLevelDebug, "sending RDY %d", batch.count)
+		}
+		err := c.transport.write(batch.bytes)
+		reply(batch.waiters, err)
+		if err != nil {
+			c.end(err)
+			return
+		}
+		c.wrote(batch)
+		spare = batch.bytes[:0]
+		if cap(spare) > maxWrite {
+			spare = nil // one burst shall not hold its memory for ever
+		}
+	}
+}
+
+// reply tells those who wait for a write how it went. Their channels have room.
+func reply(waiters []chan error, err error) {
+	for _, w := range waiters {
+		w <- err
+	}
+}
+
+// outBatch is what one round of writeLoop writes.
+type outBatch struct {
+	bytes   []byte
+	answers int   // FIN and REQ among them
+	rdy     bool  // RDY is among them
+	count   int64 // its value
+	cls     bool  // CLS is among them, or was written before
+	waiters []chan error
+}
+
+// takeOut takes what is to be written: RDY first, so that nsqd knows the new ceiling before an answer makes room under
+// it. spare is memory to use.
+func (c *Conn) takeOut(spare []byte) outBatch {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	b := outBatch{answers: c.outAnswers, cls: c.clsQueued, waiters: c.waiters}
+	if c.wantRDY != c.takenRDY && !c.clsQueued {
+		b.rdy, b.count = true, c.wantRDY
+		c.takenRDY = c.wantRDY
+		c.highestRDY = max(c.highestRDY, c.takenRDY)
+		spare = appendReady(spare, c.takenRDY)
+	}
+	if c.nop {
+		c.nop = false
+		spare = append(spare, nopLine...)
+	}
+	if len(spare) == 0 {
+		b.bytes, c.out = c.out, spare
+	} else {
+		b.bytes = append(spare, c.out...)
+		c.out = c.out[:0]
+	}
+	c.outAnswers, c.waiters = 0, nil
+	c.round++
+	c.writing = len(b.bytes) > 0
+	return b
+}
+
+// wrote notes what nsqd is about to know.
+func (c *Conn) wrote(b outBatch) {
+	c.mu.Lock()
+	c.writing = false
+	c.unwritten -= b.answers
+	if c.ended {
+		c.unwritten = 0
+	}
+	if b.cls {
+		c.takenRDY = 0 // CLS sets RDY to 0 at nsqd
+	}
+	c.writtenRDY = c.takenRDY
+	tell := b.rdy || b.cls || b.answers > 0 && c.watched
+	c.settleLocked()
+	c.mu.Unlock()
+	if tell {
+		c.owner.changed()
+	}
+}
+
+// ---- what rdyLoop sees
+
+// view is what the RDY rules know of the connection, and when its next message expires (0: none does).
+func (c *Conn) view() (v rdyView, deadline int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	deadline = c.table.nextDeadline()
+	c.timed = deadline != 0
+	wanted := c.wantRDY
+	if c.clsQueued {
+		wanted = 0
+	}
+	return rdyView{
+		closing:     c.closing.Load(),
+		written:     max(c.writtenRDY, c.takenRDY),
+		wanted:      wanted,
+		unanswered:  int64(c.table.live + c.unwritten),
+		peak:        int64(c.peak),
+		received:    c.fresh,
+		lastMessage: instant(c.lastRead),
+	}, deadline
+}
+
+// follow says what rdyLoop wants to be told of, and whether its look at demand is over. It returns how many messages
+// are unanswered at this moment.
+func (c *Conn) follow(watched, lent, measured bool) (unanswered int64) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.watched, c.lent = watched, lent
+	if measured {
+		c.peak, c.fresh, c.noted = c.table.live, 0, false
+	}
+	return int64(c.table.live + c.unwritten)
+}
+
+// settle tells who closes the connection if nothing is left to do.
+func (c *Conn) settle() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.settleLocked()
+}
+
+func (c *Conn) settleLocked() {
+	if !c.closing.Load() || c.table.live > 0 || c.unwritten > 0 {
+		return
+	}
+	select {
+	case c.settled <- struct{}{}:
+	default:
+	}
+}

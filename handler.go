@@ -1,0 +1,249 @@
+package nsq
+
+import (
+	"errors"
+	"runtime/debug"
+	"sync"
+	"sync/atomic"
+)
+
+// Handler handles messages. HandleMessage is called by as many goroutines as the handler was added with, each with one
+// message at a time.
+//
+// Returning nil finishes the message. Returning an error requeues it, with a delay that grows with its attempts, and
+// the consumer backs off. Neither happens if the message was answered already or DisableAutoResponse was called. A panic,
+// and runtime.Goexit, count as an error: they are logged, and the process lives.
+type Handler interface {
+	HandleMessage(message *Message) error
+}
+
+// HandlerFunc is a function as a Handler.
+type HandlerFunc func(message *Message) error
+
+// HandleMessage calls h.
+func (h HandlerFunc) HandleMessage(m *Message) error { return h(m) }
+
+// FailedMessageLogger may be implemented by a Handler to learn of messages that are given up because they had more
+// than Config.MaxAttempts attempts. It is called in place of HandleMessage, by the same goroutines; FIN follows.
+type FailedMessageLogger interface {
+	LogFailedMessage(message *Message)
+}
+
+// inbox is what handlers take messages from: one shared channel, with an overflow behind it that grows. So readers
+// never wait for handlers, though nsqd sends RDY more messages each time some time out.
+type inbox struct {
+	ch       chan *Message
+	overflow atomic.Int64 // length of more: handlers look only at this
+
+	mu   sync.Mutex // guards more
+	more []*Message // behind ch, oldest first
+}
+
+// inboxSize keeps the usual max-in-flight out of the overflow.
+const inboxSize = 1024
+
+func newInbox() *inbox { return &inbox{ch: make(chan *Message, inboxSize)} }
+
+// put adds messages. It never blocks.
+func (q *inbox) put(ms []*Message) {
+	if q.overflow.Load() == 0 {
+		for len(ms) > 0 && q.offer(ms[0]) {
+			ms = ms[1:]
+		}
+		if len(ms) == 0 {
+			return
+		}
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.more = append(q.more, ms...)
+	// The length first: a handler that empties the channel right after the refill's last look must see it.
+	q.overflow.Store(int64(len(q.more)))
+	q.refillLocked()
+}
+
+func (q *inbox) offer(m *Message) bool {
+	select {
+	case q.ch <- m:
+		return true
+	default:
+		return false
+	}
+}
+
+// take returns the next message, nil when done is closed.
+func (q *inbox) take(done <-chan struct{}) *Message {
+	var m *Message
+	select { // much cheaper than the one with two cases
+	case m = <-q.ch:
+	default:
+		select {
+		case m = <-q.ch:
+		case <-done:
+			return nil
+		}
+	}
+	if q.overflow.Load() > 0 {
+		q.mu.Lock()
+		q.refillLocked()
+		q.mu.Unlock()
+	}
+	return m
+}
+
+// refillLocked moves messages from the overflow to the channel.
+func (q *inbox) refillLocked() {
+	n := 0
+	for n < len(q.more) && q.offer(q.more[n]) {
+		n++
+	}
+	clear(q.more[:n])
+	q.more = q.more[n:]
+	if len(q.more) == 0 {
+		q.more = nil
+	}
+	q.overflow.Store(int64(len(q.more)))
+}
+
+// purge forgets messages that no handler will get. Those in the channel have lost their bodies and go when a handler
+// meets them.
+func (q *inbox) purge() {
+	if q.overflow.Load() == 0 {
+		return
+	}
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var kept []*Message
+	for _, m := range q.more {
+		if !m.delivery.state.dropped() {
+			kept = append(kept, m)
+		}
+	}
+	q.more = kept
+	q.overflow.Store(int64(len(kept)))
+	q.refillLocked()
+}
+
+// len is how many messages wait, dropped ones in the channel included.
+func (q *inbox) len() int { return len(q.ch) + int(q.overflow.Load()) }
+
+// drain takes out all messages that wait.
+func (q *inbox) drain() []*Message {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	var ms []*Message
+	for {
+		select {
+		case m := <-q.ch:
+			ms = append(ms, m)
+			continue
+		default:
+		}
+		break
+	}
+	ms = append(ms, q.more...)
+	q.more = nil
+	q.overflow.Store(0)
+	return ms
+}
+
+// handlerLoop is one unit of a handler's concurrency. It ends when the consumer has stopped.
+func (r *Consumer) handlerLoop(h Handler) {
+	ended := false
+	defer func() {
+		if !ended { // the handler ended this goroutine by runtime.Goexit: another one takes its place
+			r.handlers.Go(func() { r.handlerLoop(h) })
+		}
+	}()
+	r.log.logf(LogLevelDebug, "starting Handler")
+	for m := r.inbox.take(r.handlersDone); m != nil; m = r.inbox.take(r.handlersDone) {
+		if r.claim(m) {
+			r.handle(h, m)
+		}
+	}
+	r.log.logf(LogLevelDebug, "stopping Handler")
+	ended = true
+}
+
+// claim takes a message for a handler. It returns false if it must not be handled: it is dropped, too old, or the
+// consumer or its connection is closing.
+func (r *Consumer) claim(m *Message) bool {
+	if !m.delivery.state.run() {
+		return false
+	}
+	c := m.delivery.conn
+	if c.IsClosing() {
+		// Whoever closes the connection gives back what waits, but this one was taken out from under it.
+		c.giveBack(m)
+		return false
+	}
+	// Only a handler moves the deadline, so it needs no lock yet.
+	if d := m.delivery.deadline; d != 0 && monotonic() >= d {
+		c.expireTaken(m)
+		return false
+	}
+	return true
+}
+
+// handle runs a handler on a message and answers it.
+func (r *Consumer) handle(h Handler, m *Message) {
+	r.running.Add(1)
+	returned := false
+	defer func() {
+		r.running.Add(-1)
+		if !returned {
+			r.handlerBroke(m, recover())
+		}
+	}()
+	if !r.giveUp(h, m) {
+		r.respond(m, h.HandleMessage(m))
+	}
+	returned = true
+}
+
+// handlerBroke answers a message whose handler neither returned nor may be trusted to answer later.
+func (r *Consumer) handlerBroke(m *Message, panicked any) {
+	if panicked == nil {
+		r.log.logf(LogLevelError, "Handler returned error (%s) for msg %s", errGoexit, m.delivery.id[:])
+	} else {
+		r.log.logf(LogLevelError, "Handler panicked (%v) for msg %s\n%s", panicked, m.delivery.id[:], debug.Stack())
+	}
+	m.Requeue(-1)
+}
+
+var errGoexit = errors.New("nsq: the handler called runtime.Goexit")
+
+// respond sends the answer that a handler's result stands for.
+func (r *Consumer) respond(m *Message, err error) {
+	if err != nil {
+		r.log.logf(LogLevelError, "Handler returned error (%s) for msg %s", err, m.delivery.id[:])
+	}
+	if m.IsAutoResponseDisabled() {
+		return
+	}
+	if err != nil {
+		m.Requeue(-1)
+		return
+	}
+	m.Finish()
+}
+
+// giveUp finishes a message that had its attempts. The handler runs MaxAttempts times at most; nsqd counts deliveries,
+// whether the handler ran or not.
+func (r *Consumer) giveUp(h Handler, m *Message) bool {
+	limit := r.config.MaxAttempts
+	if limit == 0 || m.Attempts <= limit {
+		return false
+	}
+	unseen := ""
+	if !r.failedHere.has(m.delivery.id) {
+		unseen = " (it did not fail in this process)"
+	}
+	r.log.logf(LogLevelWarning, "msg %s attempted %d times, giving up%s", m.delivery.id[:], m.Attempts, unseen)
+	r.givenUp.Add(1)
+	defer m.Finish() // whatever LogFailedMessage does
+	if l, ok := h.(FailedMessageLogger); ok {
+		l.LogFailedMessage(m)
+	}
+	return true
+}
