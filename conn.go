@@ -105,8 +105,9 @@ type connOwner interface {
 	decide(c *Conn, m *Message, a answer) bool
 	// ranInVain is told of messages that handlers have, but which nsqd will deliver again. By any goroutine.
 	ranInVain(ids []MessageID)
-	// lateAnswer is told of an answer that was not sent, by whoever answers.
-	lateAnswer(c *Conn, m *Message)
+	// lateAnswer is told of an answer that was not sent, since the message had expired or the connection is gone. By
+	// whoever answers.
+	lateAnswer(c *Conn, m *Message, gone bool)
 	response(c *Conn, data []byte)
 	protocolError(c *Conn, err *ProtocolError, data []byte)
 	heartbeat(c *Conn)
@@ -451,10 +452,10 @@ func (c *Conn) answer(m *Message, a answer) {
 // queueAnswer appends the command to what writeLoop writes next, if the message is still this connection's.
 func (c *Conn) queueAnswer(m *Message, a answer) {
 	c.mu.Lock()
-	if c.ended || !c.claim(m, a.finish) {
+	if gone := c.ended; gone || !c.claim(m, a.finish) {
 		c.counts.late++
 		c.mu.Unlock()
-		c.owner.lateAnswer(c, m)
+		c.owner.lateAnswer(c, m, gone)
 		return
 	}
 	if a.finish {
@@ -517,14 +518,14 @@ func (c *Conn) touch(m *Message) {
 		return
 	}
 	c.mu.Lock()
-	if c.ended || !m.delivery.listed {
+	if gone := c.ended; gone || !m.delivery.listed {
 		superseded := m.delivery.newer != nil
 		if !superseded {
 			c.counts.late++
 		}
 		c.mu.Unlock()
 		if !superseded {
-			c.owner.lateAnswer(c, m)
+			c.owner.lateAnswer(c, m, gone)
 		}
 		return
 	}

@@ -81,7 +81,7 @@ func (o *delegateOwner) decide(c *Conn, m *Message, a answer) bool {
 
 func (o *delegateOwner) ranInVain([]MessageID) {}
 
-func (o *delegateOwner) lateAnswer(*Conn, *Message) {}
+func (o *delegateOwner) lateAnswer(*Conn, *Message, bool) {}
 
 func (o *delegateOwner) response(c *Conn, data []byte) {
 	if o.delegate != nil {

@@ -59,6 +59,7 @@ type Consumer struct {
 	stopping  bool
 	stopErr   error            // what was left when it had stopped
 	nodes     map[string]*node // by address as configured or discovered
+	leaving   map[*Conn]bool   // connections of nodes that were dropped, until they have ended
 	past      connCounts       // of connections that have ended
 	backoff   backoffStatus    // written by rdyLoop
 }
@@ -96,6 +97,7 @@ func NewConsumer(topic string, channel string, config *Config) (*Consumer, error
 		rdyStop:      make(chan struct{}),
 		rdyDone:      make(chan struct{}),
 		nodes:        make(map[string]*node),
+		leaving:      make(map[*Conn]bool),
 	}
 	r.ctx, r.cancel = context.WithCancelCause(context.Background())
 	r.force, r.forceNow = context.WithCancelCause(context.Background())
@@ -305,7 +307,11 @@ func (r *Consumer) protocolError(c *Conn, err *ProtocolError, _ []byte) {
 	}
 }
 
-func (r *Consumer) lateAnswer(c *Conn, m *Message) {
+func (r *Consumer) lateAnswer(c *Conn, m *Message, gone bool) {
+	if gone { // its loss was logged
+		c.log.logf(LogLevelDebug, "answer to msg %s dropped, the connection is gone", m.delivery.id[:])
+		return
+	}
 	if ok, more := r.lateGate.allow(time.Now()); ok {
 		c.log.logf(LogLevelWarning, "answer to msg %s came too late, it is nsqd's to deliver again%s",
 			m.delivery.id[:], alsoSuppressed(more))

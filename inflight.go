@@ -21,9 +21,9 @@ type inFlightTable struct {
 // maxOverdue bounds what is remembered of messages that handlers seem to have forgotten.
 const maxOverdue = 4096
 
+// hashMessageID spreads IDs whose last digits differ, as those of one nsqd do, over the low bits.
 func hashMessageID(id *MessageID) uint64 {
-	h := binary.LittleEndian.Uint64(id[:8])*0x9E3779B97F4A7C15 ^ binary.LittleEndian.Uint64(id[8:])
-	h *= 0xD6E8FEB86659FD93
+	h := (binary.BigEndian.Uint64(id[:8])*0x9E3779B97F4A7C15 ^ binary.BigEndian.Uint64(id[8:])) * 0xD6E8FEB86659FD93
 	return h ^ h>>32
 }
 

@@ -167,6 +167,9 @@ func (r *Consumer) dropLocked(n *node) *Conn {
 	delete(r.nodes, n.addr)
 	n.direct, n.discovered = false, false
 	n.cancel(ErrNotConnected)
+	if n.conn != nil {
+		r.leaving[n.conn] = true
+	}
 	return n.conn
 }
 
@@ -271,7 +274,8 @@ func (r *Consumer) serveConn(n *node, c *Conn) error {
 	n.conn = nil
 	n.lastErr = err
 	n.setState(NodeWaiting)
-	r.past.add(c.counts)
+	r.past.add(c.countsNow())
+	delete(r.leaving, c)
 	alive := 0
 	for _, other := range r.nodes {
 		if other.state == NodeConnected {

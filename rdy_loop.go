@@ -81,6 +81,9 @@ func (r *Consumer) handleEvent(s *rdyState, e rdyEvent) {
 		if limit := r.maxInFlight.Load(); c.max < limit {
 			e.conn.log.logf(LogLevelWarning, "max RDY count %d < consumer max in flight %d, truncation possible", c.max, limit)
 		}
+		if n := len(s.rules.conns); int64(n) == s.rules.maxInFlight+1 && n > 1 {
+			r.log.logf(LogLevelWarning, "%d nsqds take turns with a max-in-flight of %d", n, s.rules.maxInFlight)
+		}
 	case rdyDown:
 		if c := s.byConn[e.conn]; c != nil {
 			s.rules.leave(c)

@@ -18,7 +18,7 @@ type ConsumerStats struct {
 func (r *Consumer) Stats() *ConsumerStats {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	counts := r.past
+	counts := r.pastLocked()
 	s := &ConsumerStats{}
 	for _, n := range r.nodes {
 		if n.conn != nil {
@@ -28,6 +28,15 @@ func (r *Consumer) Stats() *ConsumerStats {
 	}
 	s.MessagesReceived, s.MessagesFinished, s.MessagesRequeued = counts.received, counts.finished, counts.requeued
 	return s
+}
+
+// pastLocked are the counts of connections that are no longer any node's.
+func (r *Consumer) pastLocked() connCounts {
+	counts := r.past
+	for c := range r.leaving {
+		counts.add(c.countsNow())
+	}
+	return counts
 }
 
 func (c *Conn) countsNow() connCounts {
@@ -113,7 +122,7 @@ func (r *Consumer) Status() ConsumerStatus {
 	if r.backoff.level > 0 && r.backoff.waiting {
 		s.BackoffUntil = r.backoff.until
 	}
-	counts := r.past
+	counts := r.pastLocked()
 	for _, n := range r.nodes {
 		row := NSQDStatus{
 			Address:    n.addr,
