@@ -2,8 +2,9 @@ package nsq
 
 import "time"
 
-// clockStart is the zero of monotonic.
-var clockStart = time.Now()
+// clockStart is the zero of monotonic. It lies well in the past, so that every reading is above 0, which stands for never,
+// in synctest bubbles too, where it is the year 2000.
+var clockStart = time.Now().Add(-50 * 365 * 24 * time.Hour) // Add keeps the monotonic reading
 
 // monotonic returns nanoseconds of a clock that nobody sets. It is what deadlines of messages are kept in: eight bytes
 // and cheap to read, once per read of a connection and once per message that a handler takes.

@@ -80,7 +80,7 @@ type Config struct {
 	LookupdPollJitter float64 `opt:"lookupd_poll_jitter" min:"0" max:"1" default:"0.3"`
 
 	// LookupdPollTimeout bounds one HTTP request to one nsqlookupd, from the dial to the end of the body. Default 1m;
-	// zero means no limit. An http.Client given to SetLookupdHttpClient brings its own.
+	// zero means no limit. An http.Client given to SetLookupdHttpClient may bring its own.
 	LookupdPollTimeout time.Duration `opt:"lookupd_poll_timeout" min:"0" default:"1m"`
 
 	// VanishTimeout is how long a discovered nsqd that no nsqlookupd lists any more keeps its connection. It is closed

@@ -60,19 +60,21 @@ type Conn struct {
 	timed    bool   // rdyLoop will come for the next deadline
 	watched  bool   // rdyLoop wants to know of answers
 	lent     bool   // rdyLoop wants to know when RDY is used up
-	probe    uint64 // the backoff period this connection probes for; 0: none
+	probe    uint64 // the backoff period that messages which come now are a probe of; 0: none
 	lastRead int64  // when messages came last, by monotonic; 0: never
 	lastBeat int64  // when a heartbeat came last
 
-	out        []byte // commands for writeLoop
-	outAnswers int    // the FIN and REQ among them
-	unwritten  int    // FIN and REQ queued or being written
-	round      uint64 // counts what writeLoop took, so that a message has one TOUCH in each
-	writing    bool   // writeLoop is in a write
-	nop        bool   // a heartbeat waits for its answer
-	wantRDY    int64  // a mailbox: the last value wins
-	takenRDY   int64  // last taken by writeLoop
-	writtenRDY int64  // last written
+	out        []byte   // commands for writeLoop
+	outAnswers int      // the FIN and REQ among them
+	unwritten  int      // FIN and REQ queued or being written
+	round      uint64   // counts what writeLoop took, so that a message has one TOUCH in each
+	writing    bool     // writeLoop is in a write
+	nop        bool     // a heartbeat waits for its answer
+	wantRDY    int64    // a mailbox: the last value wins
+	wantProbe  uint64   // what probe becomes when wantRDY is taken
+	probeSent  *Message // the first message of its period that came as a probe
+	takenRDY   int64    // last taken by writeLoop
+	writtenRDY int64    // last written
 	highestRDY int64
 	clsQueued  bool
 	waiters    []chan error // of WriteCommand, for what is in out
@@ -84,7 +86,7 @@ type Conn struct {
 type connCounts struct {
 	received, finished, requeued uint64
 	expired                      uint64 // messages whose timeout passed before they were answered
-	late                         uint64 // answers that came too late, by our clock or by nsqd's word
+	late                         uint64 // answers that came too late by nsqd's word
 }
 
 func (c *connCounts) add(o connCounts) {
@@ -206,7 +208,8 @@ func (c *Conn) end(err error) {
 // readLoop reads until the connection ends and says why; nil after a close that was asked for.
 func (c *Conn) readLoop() error {
 	err := c.read()
-	if c.IsClosing() && (errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed)) {
+	// Compression knows of ends of its own, so that the stream's comes unexpected.
+	if c.IsClosing() && (errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) || errors.Is(err, net.ErrClosed)) {
 		err = nil
 	}
 	c.end(err)
@@ -283,13 +286,26 @@ func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
 		m.Delegate = c.delegate
 		d := &m.delivery
 		d.conn, d.id, d.period = c, m.ID, c.probe
+		if d.period != 0 && (c.probeSent == nil || !c.probeSent.delivery.listed || c.probeSent.delivery.period != d.period) {
+			c.probeSent = m
+		}
 		if c.msgTimeout > 0 {
 			d.deadline = now + int64(c.msgTimeout)
 		}
 		if c.maxMsgTimeout > 0 {
 			d.limit = now + int64(c.maxMsgTimeout)
 		}
-		if old := c.table.insert(m); old != nil && !old.delivery.state.drop() {
+		live := c.table.live
+		old := c.table.insert(m)
+		if old == nil {
+			continue
+		}
+		if c.table.live == live { // the old one counted as unanswered: its timeout has passed for nsqd
+			c.counts.expired++
+		}
+		if old.delivery.state.drop() {
+			old.Body = nil
+		} else {
 			old.delivery.newer = m
 		}
 	}
@@ -398,6 +414,8 @@ func (c *Conn) expireTaken(m *Message) {
 	if m.delivery.listed {
 		c.table.remove(m)
 		c.counts.expired++
+	} else if c.table.holds(m) { // expire was quicker, and took it for one that is being handled
+		c.table.remove(m)
 	}
 	tell := c.watched
 	c.settleLocked()
@@ -453,7 +471,6 @@ func (c *Conn) answer(m *Message, a answer) {
 func (c *Conn) queueAnswer(m *Message, a answer) {
 	c.mu.Lock()
 	if gone := c.ended; gone || !c.claim(m, a.finish) {
-		c.counts.late++
 		c.mu.Unlock()
 		c.owner.lateAnswer(c, m, gone)
 		return
@@ -520,9 +537,6 @@ func (c *Conn) touch(m *Message) {
 	c.mu.Lock()
 	if gone := c.ended; gone || !m.delivery.listed {
 		superseded := m.delivery.newer != nil
-		if !superseded {
-			c.counts.late++
-		}
 		c.mu.Unlock()
 		if !superseded {
 			c.owner.lateAnswer(c, m, gone)
@@ -556,12 +570,14 @@ func (c *Conn) signal() {
 	}
 }
 
-// setRDY leaves n for writeLoop, which sends it ahead of queued answers. Messages that arrive once n is on its way
-// belong to this backoff period (0: they decide nothing).
+// setRDY leaves n for writeLoop, which sends it ahead of queued answers. Messages that arrive once n is on its way, and
+// until a RDY of 0 is written, belong to this backoff period (0: they decide nothing).
 func (c *Conn) setRDY(n int64, period uint64) {
 	c.mu.Lock()
-	c.wantRDY = n
-	c.probe = period
+	c.wantRDY, c.wantProbe = n, period
+	if n == c.takenRDY {
+		c.probe = period
+	}
 	c.mu.Unlock()
 	c.noteRDY(n)
 	c.signal()
@@ -633,6 +649,9 @@ func (c *Conn) takeOut(spare []byte) outBatch {
 	if c.wantRDY != c.takenRDY && !c.clsQueued {
 		b.rdy, b.count = true, c.wantRDY
 		c.takenRDY = c.wantRDY
+		if c.takenRDY > 0 {
+			c.probe = c.wantProbe
+		}
 		c.highestRDY = max(c.highestRDY, c.takenRDY)
 		spare = appendReady(spare, c.takenRDY)
 	}
@@ -664,6 +683,9 @@ func (c *Conn) wrote(b outBatch) {
 		c.takenRDY = 0 // CLS sets RDY to 0 at nsqd
 	}
 	c.writtenRDY = c.takenRDY
+	if b.rdy && b.count == 0 {
+		c.probe = 0 // until now it may have come by the RDY before
+	}
 	tell := b.rdy || b.cls || b.answers > 0 && c.watched
 	c.settleLocked()
 	c.mu.Unlock()
@@ -684,6 +706,12 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 	if c.clsQueued {
 		wanted = 0
 	}
+	var probe uint64
+	if c.probeSent != nil && c.probeSent.delivery.listed {
+		probe = c.probeSent.delivery.period
+	} else {
+		c.probeSent = nil
+	}
 	return rdyView{
 		closing:     c.closing.Load(),
 		written:     max(c.writtenRDY, c.takenRDY),
@@ -691,6 +719,7 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 		unanswered:  int64(c.table.live + c.unwritten),
 		peak:        int64(c.peak),
 		received:    c.fresh,
+		probe:       probe,
 		lastMessage: instant(c.lastRead),
 	}, deadline
 }

@@ -223,7 +223,8 @@ func (c *Conn) RemoteAddr() net.Addr {
 func (c *Conn) String() string { return c.addr }
 
 // Read reads from below the protocol, through the layers that were negotiated. A connected Conn reads by itself, so
-// this is of use only to who takes the place of its goroutines; both together get a part each.
+// this is of use only to who takes the place of its goroutines; both together get a part each. Without a connection it
+// returns ErrNotConnected.
 func (c *Conn) Read(p []byte) (int, error) {
 	t := c.layers()
 	if t == nil {
@@ -232,7 +233,8 @@ func (c *Conn) Read(p []byte) (int, error) {
 	return t.r.Read(p)
 }
 
-// Write hands raw bytes to the connection's writer, behind what is queued, and waits until they are written.
+// Write hands raw bytes to the connection's writer, behind what is queued, and waits until they are written. Bounds and
+// errors are those of WriteCommand.
 func (c *Conn) Write(p []byte) (int, error) {
 	if err := c.writeAndWait(func(out []byte) []byte { return append(out, p...) }); err != nil {
 		return 0, err
@@ -252,7 +254,7 @@ func (c *Conn) WriteCommand(cmd *Command) error {
 	return c.writeAndWait(func(out []byte) []byte { return appendCommand(out, cmd) })
 }
 
-// Flush waits until all that is queued is written.
+// Flush waits until all that is queued is written. Bounds and errors are those of WriteCommand.
 func (c *Conn) Flush() error {
 	return c.writeAndWait(func(out []byte) []byte { return out })
 }

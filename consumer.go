@@ -31,7 +31,8 @@ type Consumer struct {
 	handlersDone chan struct{}  // closed when no message will come any more
 	running      atomic.Int64   // handlers at work
 	givenUp      atomic.Uint64
-	abandoned    atomic.Int64 // messages left unanswered by a stop that took too long
+	suppressed   atomic.Uint64 // answers that were not sent, some of them after the end of their connection
+	abandoned    atomic.Int64  // messages left unanswered by a stop that took too long
 	failedHere   recentIDs
 	lateGate     sharedGate
 	expiredGate  sharedGate
@@ -159,7 +160,9 @@ func (r *Consumer) startLocked() {
 		}
 	}
 	if n := r.maxInFlight.Load(); n > 0 && n < int64(concurrency) {
-		r.log.logf(LogLevelWarning, "max-in-flight %d keeps %d of %d handlers idle", n, int64(concurrency)-n, concurrency)
+		r.handlers.Go(func() { // without the lock: a logger may call us
+			r.log.logf(LogLevelWarning, "max-in-flight %d keeps %d of %d handlers idle", n, int64(concurrency)-n, concurrency)
+		})
 	}
 }
 
@@ -308,6 +311,7 @@ func (r *Consumer) protocolError(c *Conn, err *ProtocolError, _ []byte) {
 }
 
 func (r *Consumer) lateAnswer(c *Conn, m *Message, gone bool) {
+	r.suppressed.Add(1)
 	if gone { // its loss was logged
 		c.log.logf(LogLevelDebug, "answer to msg %s dropped, the connection is gone", m.delivery.id[:])
 		return

@@ -20,7 +20,7 @@ type Handler interface {
 // HandlerFunc is a function as a Handler.
 type HandlerFunc func(message *Message) error
 
-// HandleMessage calls h.
+// HandleMessage calls h and returns its error.
 func (h HandlerFunc) HandleMessage(m *Message) error { return h(m) }
 
 // FailedMessageLogger may be implemented by a Handler to learn of messages that are given up because they had more
@@ -124,29 +124,6 @@ func (q *inbox) purge() {
 	q.refillLocked()
 }
 
-// len is how many messages wait, dropped ones in the channel included.
-func (q *inbox) len() int { return len(q.ch) + int(q.overflow.Load()) }
-
-// drain takes out all messages that wait.
-func (q *inbox) drain() []*Message {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	var ms []*Message
-	for {
-		select {
-		case m := <-q.ch:
-			ms = append(ms, m)
-			continue
-		default:
-		}
-		break
-	}
-	ms = append(ms, q.more...)
-	q.more = nil
-	q.overflow.Store(0)
-	return ms
-}
-
 // handlerLoop is one unit of a handler's concurrency. It ends when the consumer has stopped.
 func (r *Consumer) handlerLoop(h Handler) {
 	ended := false
@@ -157,8 +134,11 @@ func (r *Consumer) handlerLoop(h Handler) {
 	}()
 	r.log.logf(LogLevelDebug, "starting Handler")
 	for m := r.inbox.take(r.handlersDone); m != nil; m = r.inbox.take(r.handlersDone) {
+		r.running.Add(1) // ahead of the claim, or a stop that is out of time could overlook a handler that begins
 		if r.claim(m) {
 			r.handle(h, m)
+		} else {
+			r.running.Add(-1)
 		}
 	}
 	r.log.logf(LogLevelDebug, "stopping Handler")
@@ -185,9 +165,8 @@ func (r *Consumer) claim(m *Message) bool {
 	return true
 }
 
-// handle runs a handler on a message and answers it.
+// handle runs a handler on a message and answers it. The handler counts as running already.
 func (r *Consumer) handle(h Handler, m *Message) {
-	r.running.Add(1)
 	returned := false
 	defer func() {
 		r.running.Add(-1)

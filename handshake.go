@@ -307,7 +307,7 @@ func (c *Conn) authenticate() error {
 	return nil
 }
 
-//lint:ignore ST1005 programs know go-nsq's text
+// The text is go-nsq's, which programs know.
 var errAuthRequired = errors.New("Auth Required")
 
 // authError is a failed AUTH, in go-nsq's words.

@@ -1,6 +1,7 @@
 package nsq
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -14,8 +15,8 @@ import (
 
 // DiscoveryFilter may be given to SetBehaviorDelegate. Filter gets the addresses that nsqlookupds list and returns those
 // to connect to: fewer of them, or others in their place, for example where a broadcast address means nothing outside of
-// its network. It is called by one goroutine, often with the addresses of a single nsqlookupd; while it runs no
-// other discovery goes on.
+// its network. It is called by one goroutine at a time, often with the addresses of a single nsqlookupd; while it runs no
+// other discovery goes on. After a panic, which is logged, nothing changes.
 type DiscoveryFilter interface {
 	Filter([]string) []string
 }
@@ -78,13 +79,15 @@ type lookupd struct {
 
 	asked    chan struct{} // closed when the first answer, good or not, has been dealt with
 	asking   bool          // a query is under way
+	askedAt  time.Time     // the last one
 	everAsk  bool
 	listed   []string // by the last good answer
 	since    time.Time
 	lastOK   time.Time
 	lastErr  error
-	failures int  // in a row
-	notFound bool // the last good answer was that it doesn't know the topic
+	failures int       // in a row
+	failing  time.Time // when the first of them came
+	notFound bool      // the last good answer was that it doesn't know the topic
 }
 
 // lookupResult is the outcome of one query.
@@ -112,6 +115,10 @@ func (r *Consumer) ConnectToNSQLookupds(addresses []string) error {
 	errs := make([]error, len(addresses))
 	var added []*lookupd
 	r.mu.Lock()
+	if err := r.readyLocked(); err != nil && len(addresses) > 0 {
+		r.mu.Unlock()
+		return err // once, not for each
+	}
 	for i, addr := range addresses {
 		l, err := r.addLookupdLocked(addr)
 		errs[i] = err
@@ -129,9 +136,6 @@ func (r *Consumer) ConnectToNSQLookupds(addresses []string) error {
 
 // addLookupdLocked returns nil with nil for a known address.
 func (r *Consumer) addLookupdLocked(addr string) (*lookupd, error) {
-	if err := r.readyLocked(); err != nil {
-		return nil, err
-	}
 	u, err := parseLookupdAddress(addr)
 	if err != nil {
 		return nil, err
@@ -216,6 +220,7 @@ type lookupRound struct {
 	open     bool
 	all      bool // all were asked; else only new ones
 	good     bool // all that were asked have given a good answer so far
+	answered bool // one has given a good answer
 	waiting  map[*lookupd]bool
 	deadline time.Time
 }
@@ -241,25 +246,26 @@ func (r *Consumer) lookupdLoop() {
 		if round.open && (len(round.waiting) == 0 || !now.Before(round.deadline)) {
 			r.endRound(&round)
 		}
-		r.askNew(&round, now)
-		retry := r.nextRetry()
-		if !retry.IsZero() { // many nsqds that are down shall not multiply the polls
-			retry = latest(retry, lastRound.Add(r.config.ReconnectInterval))
+		// While some are slow to answer, an nsqd that was lost since they were asked does not wait for them.
+		var retry time.Time
+		if lost := round.open && (round.answered || !round.all); lost || !round.open {
+			retry = r.nextRetry(lost, lastRound)
 		}
-		if !round.open && (!now.Before(nextPoll) || !retry.IsZero() && !now.Before(retry)) {
-			if !now.Before(nextPoll) {
+		pollDue := !round.open && !now.Before(nextPoll)
+		if pollDue || !retry.IsZero() && !now.Before(retry) {
+			if pollDue {
 				nextPoll = now.Add(r.pollInterval(nextPoll.IsZero()))
 			}
 			lastRound, retry = now, time.Time{}
 			r.startRound(&round, now)
 		}
+		r.askNew(&round, now)
 
 		next := nextPoll
-		if round.open {
-			next = earliest(next, round.deadline)
-		} else {
-			next = earliest(next, retry)
+		if round.open { // the poll that is due meanwhile waits for its end
+			next = round.deadline
 		}
+		next = earliest(next, retry)
 		timer.Reset(max(next.Sub(now), 0))
 	}
 }
@@ -274,19 +280,24 @@ func (r *Consumer) pollInterval(first bool) time.Duration {
 	return d
 }
 
-// nextRetry is when the first discovered nsqd that is down is due for another try.
-func (r *Consumer) nextRetry() (t time.Time) {
+// nextRetry is when the first discovered nsqd that is down is due for another try; with lost, the first of those that
+// went down after the last round began. Many of them shall not multiply the polls.
+func (r *Consumer) nextRetry(lost bool, lastRound time.Time) (t time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, n := range r.nodes {
-		if n.discovered && !n.serving {
+		if n.discovered && !n.serving && (!lost || n.since.After(lastRound)) {
 			t = earliest(t, n.nextTry)
 		}
 	}
-	return t
+	if t.IsZero() {
+		return t
+	}
+	return latest(t, lastRound.Add(r.config.ReconnectInterval))
 }
 
-// startRound asks all nsqlookupds. One that still owes the last answer is not asked again, and counts as failed.
+// startRound asks all nsqlookupds. One that still owes the last answer is not asked again: that answer is waited for, as
+// long as for those of one round, but it makes this one no good poll.
 func (r *Consumer) startRound(round *lookupRound, now time.Time) {
 	*round = lookupRound{open: true, all: true, good: true, waiting: make(map[*lookupd]bool), deadline: now.Add(r.roundLimit())}
 	r.mu.Lock()
@@ -294,6 +305,9 @@ func (r *Consumer) startRound(round *lookupRound, now time.Time) {
 	for _, l := range r.lookups.list {
 		if l.asking {
 			round.good = false
+			if now.Sub(l.askedAt) < r.roundLimit() {
+				round.waiting[l] = true
+			}
 			continue
 		}
 		r.askLocked(l, round)
@@ -324,7 +338,7 @@ func (r *Consumer) askNew(round *lookupRound, now time.Time) {
 
 // askLocked starts a query.
 func (r *Consumer) askLocked(l *lookupd, round *lookupRound) {
-	l.asking, l.everAsk = true, true
+	l.asking, l.everAsk, l.askedAt = true, true, time.Now()
 	round.waiting[l] = true
 	secret := ""
 	if r.config.LookupdAuthorization {
@@ -333,7 +347,13 @@ func (r *Consumer) askLocked(l *lookupd, round *lookupRound) {
 	client := r.lookups.client
 	r.lookups.running.Go(func() {
 		r.log.logf(LogLevelInfo, "querying nsqlookupd %s", lookupdName(l.url))
-		answer, err := queryLookupd(r.ctx, client, l.url, r.topic, secret)
+		ctx := r.ctx
+		if d := r.config.LookupdPollTimeout; client.Timeout == 0 && d > 0 { // one of the user's
+			var cancel context.CancelFunc
+			ctx, cancel = context.WithTimeout(ctx, d)
+			defer cancel()
+		}
+		answer, err := queryLookupd(ctx, client, l.url, r.topic, secret)
 		select {
 		case r.lookups.results <- lookupResult{l, answer, err}:
 		case <-r.ctx.Done():
@@ -348,18 +368,23 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 	good := res.err == nil || notFound
 	r.mu.Lock()
 	l.asking = false
+	removed := !slices.Contains(r.lookups.list, l)
 	firstAnswer := l.lastOK.IsZero() && l.failures == 0
 	newlyNotFound := notFound && !l.notFound
 	if good {
 		l.listed, l.lastOK, l.lastErr, l.failures, l.notFound = res.answer.addrs, time.Now(), nil, 0, notFound
 	} else {
 		l.lastErr = res.err
-		l.failures++
+		if l.failures++; l.failures == 1 {
+			l.failing = time.Now()
+		}
 	}
 	failures := l.failures
 	r.mu.Unlock()
 
 	switch {
+	case removed:
+		res.answer = lookupAnswer{} // nobody wants to know any more
 	case newlyNotFound:
 		r.log.logf(LogLevelInfo, "nsqlookupd %s does not know topic %s yet", lookupdName(l.url), r.topic)
 	case !good:
@@ -369,37 +394,44 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 		r.log.logf(LogLevelWarning, "nsqlookupd %s lists %d nsqds that can't be dialled: %s", lookupdName(l.url), n, res.answer.reason)
 	}
 	if good {
-		r.connectTo(r.filtered(res.answer.addrs))
+		wanted, ok := r.filtered(res.answer.addrs)
+		r.connectTo(wanted)
+		good = ok && res.answer.skipped == 0
 	}
 	if firstAnswer {
 		close(l.asked)
 	}
 	if round.open && round.waiting[l] {
 		delete(round.waiting, l)
-		round.good = round.good && good && res.answer.skipped == 0
+		round.good = round.good && (good || removed)
+		round.answered = round.answered || good
 	}
 }
 
-// logLookupFailure logs the first failures, and of those that follow each one whose number is a power of two.
+// logLookupFailure logs the first failures, and of those that follow each one whose number is a power of two. They are
+// errors once they have gone on for longer than a poll interval: lost nsqds make for polls in quick succession.
 func (r *Consumer) logLookupFailure(l *lookupd, err error, failures int) {
 	if r.ctx.Err() != nil || failures > persistentLookupFailures && failures&(failures-1) != 0 {
 		return
 	}
 	lvl := LogLevelWarning
-	if failures >= persistentLookupFailures {
+	if failures >= persistentLookupFailures && time.Since(l.failing) >= r.config.LookupdPollInterval {
 		lvl = LogLevelError
 	}
 	r.log.logf(lvl, "error querying nsqlookupd (%s) - %s", lookupdName(l.url), err)
 }
 
-// filtered passes addresses through the user's filter and drops what can't be dialled.
-func (r *Consumer) filtered(addresses []string) (wanted []string) {
+// filtered passes addresses through the user's filter and drops what can't be dialled. It returns false if the filter
+// failed: then nothing is known.
+func (r *Consumer) filtered(addresses []string) (wanted []string, ok bool) {
 	r.mu.Lock()
 	filter := r.lookups.filter
 	r.mu.Unlock()
 	addresses = slices.Clone(addresses)
 	if filter != nil {
-		addresses = r.callFilter(filter, addresses)
+		if addresses, ok = r.callFilter(filter, addresses); !ok {
+			return nil, false
+		}
 	}
 	for _, addr := range addresses {
 		if _, _, err := parseNSQDAddress(addr); err != nil {
@@ -408,17 +440,30 @@ func (r *Consumer) filtered(addresses []string) (wanted []string) {
 		}
 		wanted = append(wanted, addr)
 	}
-	return wanted
+	return wanted, true
 }
 
-func (r *Consumer) callFilter(f DiscoveryFilter, addresses []string) (wanted []string) {
-	defer func() {
-		if p := recover(); p != nil {
-			r.log.logf(LogLevelError, "DiscoveryFilter panicked (%v)\n%s", p, debug.Stack())
-			wanted = nil
-		}
+// callFilter returns false if the filter panicked, or is still at it when the consumer stops.
+func (r *Consumer) callFilter(f DiscoveryFilter, addresses []string) (wanted []string, ok bool) {
+	done := make(chan bool, 1)
+	var result []string
+	go func() {
+		returned := false
+		defer func() {
+			if !returned {
+				r.log.logf(LogLevelError, "DiscoveryFilter panicked (%v)\n%s", recover(), debug.Stack())
+			}
+			done <- returned
+		}()
+		result = f.Filter(addresses)
+		returned = true
 	}()
-	return f.Filter(addresses)
+	select {
+	case ok = <-done:
+		return result, ok
+	case <-r.ctx.Done():
+		return nil, false
+	}
 }
 
 // connectTo connects to those of the addresses that are not connected yet, unless their next try is still to come.
@@ -448,9 +493,7 @@ func (r *Consumer) endRound(round *lookupRound) {
 	good := round.good && len(round.waiting) == 0
 	r.mu.Lock()
 	var known []string
-	anyAnswer := false
 	for _, l := range r.lookups.list {
-		anyAnswer = anyAnswer || !l.lastOK.IsZero()
 		for _, addr := range l.listed {
 			if !slices.Contains(known, addr) {
 				known = append(known, addr)
@@ -458,14 +501,30 @@ func (r *Consumer) endRound(round *lookupRound) {
 		}
 	}
 	r.mu.Unlock()
-	if !round.all || !anyAnswer {
+	if !round.all {
 		return
 	}
-	wanted := r.filtered(known)
+	wanted, ok := r.filtered(known)
+	if !ok {
+		r.postponeRetries()
+		return
+	}
 	r.connectTo(wanted)
 	for _, c := range r.vanished(wanted, good) {
 		c.log.logf(LogLevelInfo, "no nsqlookupd lists this nsqd any more")
 		r.closeConn(c)
+	}
+}
+
+// postponeRetries puts off what is due but could not be decided, so that it does not lead to the next poll at once.
+func (r *Consumer) postponeRetries() {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	now := time.Now()
+	for _, n := range r.nodes {
+		if n.discovered && !n.serving && !now.Before(n.nextTry) {
+			n.nextTry = now.Add(r.config.MaxReconnectInterval)
+		}
 	}
 }
 

@@ -142,7 +142,8 @@ func (m *Message) requeue(delay time.Duration, backoff bool) {
 	}
 }
 
-// WriteTo writes the message as nsqd does in a message frame: timestamp, attempts, ID, body. It makes one Write.
+// WriteTo writes the message as nsqd does in a message frame: timestamp, attempts, ID, body. It makes one Write, whose
+// result it returns: the bytes written and the error.
 func (m *Message) WriteTo(w io.Writer) (int64, error) {
 	buf := make([]byte, messageHeaderSize, messageHeaderSize+len(m.Body))
 	binary.BigEndian.PutUint64(buf, uint64(m.Timestamp))
@@ -154,7 +155,8 @@ func (m *Message) WriteTo(w io.Writer) (int64, error) {
 
 var errShortMessage = errors.New("not enough data to decode valid message")
 
-// DecodeMessage decodes the data of a message frame. The Body of the result aliases b.
+// DecodeMessage decodes the data of a message frame. The Body of the result aliases b. It returns an error if b is
+// shorter than the 26 bytes that stand before a body.
 func DecodeMessage(b []byte) (*Message, error) {
 	m := new(Message)
 	if err := m.decodeHeader(b); err != nil {

@@ -1,6 +1,7 @@
 package nsq
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -59,6 +60,7 @@ type node struct {
 	since         time.Time
 	lastErr       error
 	failures      int           // connects that failed, or connections that died at once, in a row
+	failing       time.Time     // when the first of them was over
 	nextTry       time.Time     // of state NodeWaiting
 	tried         chan struct{} // closed when the current connect is over; nil: nobody waits for one
 	nudge         chan struct{} // size 1: try now
@@ -121,6 +123,12 @@ func (r *Consumer) ConnectToNSQD(addr string) error {
 // ConnectToNSQDs connects to all the addresses, at the same time, and waits for them like ConnectToNSQD. A single error
 // is returned as it is, several are joined.
 func (r *Consumer) ConnectToNSQDs(addresses []string) error {
+	r.mu.Lock()
+	err := r.readyLocked()
+	r.mu.Unlock()
+	if err != nil && len(addresses) > 0 {
+		return err // once, not for each
+	}
 	errs := make([]error, len(addresses))
 	var wg sync.WaitGroup
 	for i, addr := range addresses {
@@ -236,17 +244,25 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 		err = c.begin()
 	}
 
+	defer func() {
+		if err != nil {
+			c.end(nil)
+			c.wg.Wait()
+		}
+	}()
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	defer n.endTry()
-	if err == nil && n.ctx.Err() != nil {
-		// Dropped or stopped in the last moment: nobody else knows of the connection.
-		err = context.Cause(n.ctx)
-		defer c.end(nil)
+	if err == nil && (n.ctx.Err() != nil || r.stopping) {
+		// Dropped or stopped in the last moment: nobody else knows of the connection, so nobody else would close it.
+		err = cmp.Or(context.Cause(n.ctx), errConsumerStopped)
 	}
 	n.lastErr = err
 	if err != nil {
 		n.setState(NodeWaiting)
+		if n.direct && !n.connectedOnce && !n.discovered { // not tried again: true before ConnectToNSQD returns
+			n.setState(NodeFailed)
+		}
 		return nil, err
 	}
 	n.conn, n.connectedOnce = c, true
@@ -266,6 +282,7 @@ func (n *node) endTry() {
 func (r *Consumer) serveConn(n *node, c *Conn) error {
 	r.tell(rdyEvent{kind: rdyUp, conn: c})
 	err := c.readLoop()
+	c.log.logf(LogLevelInfo, "readLoop exiting")
 	c.wg.Wait()
 	r.tell(rdyEvent{kind: rdyDown, conn: c})
 	r.inbox.purge()
@@ -295,6 +312,8 @@ func (r *Consumer) serveConn(n *node, c *Conn) error {
 // afterConn decides what comes after a connect that failed (c is nil then) or a connection that ended: another try, and
 // when.
 func (r *Consumer) afterConn(n *node, c *Conn, err error) (delay time.Duration, again bool) {
+	var line connFailure
+	defer func() { r.logFailure(n, line) }() // without the lock: a logger may call us
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if n.ctx.Err() != nil {
@@ -305,11 +324,15 @@ func (r *Consumer) afterConn(n *node, c *Conn, err error) (delay time.Duration, 
 	if c != nil && c.wasUseful() {
 		n.failures = 0
 	}
-	n.failures++
+	if n.failures++; n.failures == 1 {
+		n.failing = time.Now()
+	}
 	delay = reconnectDelay(r.config, n.failures)
 	n.nextTry = time.Now().Add(delay)
-	r.logFailure(n, c == nil, err, delay)
+	line = n.failed(c, err, delay)
 	switch {
+	case n.tried != nil: // ConnectToNSQD came meanwhile, and waits
+		return 0, true
 	case n.direct && n.connectedOnce:
 		return delay, true
 	case n.discovered:
@@ -322,23 +345,48 @@ func (r *Consumer) afterConn(n *node, c *Conn, err error) (delay time.Duration, 
 	return 0, false
 }
 
-// persistentFailures is from how many failures on they are logged as errors: a restart of nsqd takes a few.
-const persistentFailures = 6
+// From so many failures in so long a time on they are logged as errors: a restart of nsqd takes a few.
+const (
+	persistentFailures = 6
+	persistentFailing  = 30 * time.Second
+)
 
-// logFailure logs the first failures and then one a minute.
-func (r *Consumer) logFailure(n *node, connecting bool, err error, delay time.Duration) {
-	if !connecting || n.direct && !n.connectedOnce { // told by serveConn, returned by ConnectToNSQD
-		return
+// connFailure is what is to be logged of a failed connect, or of a connection that ended.
+type connFailure struct {
+	wanted bool
+	lvl    LogLevel
+	err    error // nil: told by serveConn
+	more   int   // failures that were not logged
+	delay  time.Duration
+}
+
+// failed picks the first failures to be logged, and then one a minute.
+func (n *node) failed(c *Conn, err error, delay time.Duration) connFailure {
+	f := connFailure{lvl: LogLevelInfo, delay: delay}
+	if c != nil {
+		f.wanted = n.direct || n.discovered
+		return f
+	}
+	if n.direct && !n.connectedOnce && !n.discovered { // returned by ConnectToNSQD
+		return f
 	}
 	ok, more := n.gate.allow(time.Now())
-	if !ok && n.failures >= persistentFailures {
-		return
+	f.wanted = ok || n.failures < persistentFailures
+	f.lvl, f.err, f.more = LogLevelWarning, err, more
+	if n.failures >= persistentFailures && time.Since(n.failing) >= persistentFailing {
+		f.lvl = LogLevelError
 	}
-	lvl := LogLevelWarning
-	if n.failures >= persistentFailures {
-		lvl = LogLevelError
+	return f
+}
+
+func (r *Consumer) logFailure(n *node, f connFailure) {
+	switch {
+	case !f.wanted:
+	case f.err == nil:
+		r.log.logf(f.lvl, "(%s) re-connecting in %s", printable(n.addr), f.delay)
+	default:
+		r.log.logf(f.lvl, "(%s) error connecting to nsqd - %s%s, re-connecting in %s", printable(n.addr), f.err, alsoSuppressed(f.more), f.delay)
 	}
-	r.log.logf(lvl, "(%s) error connecting to nsqd - %s%s, re-connecting in %s", printable(n.addr), err, alsoSuppressed(more), delay)
 }
 
 // wasUseful tells whether the connection did not die at once: nsqd may accept connections and yet be of no use.
@@ -370,6 +418,13 @@ func (n *node) pause(d time.Duration) {
 	}
 }
 
+// outstanding is how many messages wait for their answer.
+func (c *Conn) outstanding() int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.table.live
+}
+
 // closeConn closes a connection gracefully, in the background.
 func (r *Consumer) closeConn(c *Conn) {
 	first, busy := c.startClose()
@@ -378,6 +433,9 @@ func (r *Consumer) closeConn(c *Conn) {
 	}
 	c.log.logf(LogLevelInfo, "beginning close")
 	c.giveBackQueued()
+	if n := c.outstanding(); n > 0 {
+		c.log.logf(LogLevelWarning, "delaying close, %d outstanding messages", n)
+	}
 	r.inbox.purge()
 	r.changed()
 	go func() {

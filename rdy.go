@@ -19,6 +19,7 @@ import (
 type rdyRules struct {
 	maxInFlight int64
 	phase       rdyPhase
+	period      uint64 // of backoff
 
 	turnIdle time.Duration // how long a connection that sends nothing keeps its turn
 	turnBusy time.Duration // how long one that sends keeps it while others wait
@@ -27,7 +28,7 @@ type rdyRules struct {
 	conns []*rdyConn // in the order of joining
 
 	turns      uint64    // turns ended so far, for the order of the next ones
-	nextDemand time.Time // when demand is looked at next; zero: no message came since the last look
+	nextDemand time.Time // when demand is looked at next; zero: nothing was going on at the last look
 	settled    time.Time // a burst of joining connections is dealt with at this time, all at once
 	burst      time.Time // when that burst began
 	lastJoin   time.Time
@@ -68,6 +69,7 @@ type rdyView struct {
 	unanswered  int64     // messages delivered, no answer written
 	peak        int64     // most unanswered messages since the last look at demand
 	received    int64     // messages since the last look at demand
+	probe       uint64    // the backoff period whose probe is unanswered; 0: none
 	lastMessage time.Time // zero: none yet
 }
 
@@ -115,8 +117,8 @@ func (r *rdyRules) setMaxInFlight(n int64) {
 }
 
 // setPhase follows backoff.
-func (r *rdyRules) setPhase(p rdyPhase) {
-	r.phase = p
+func (r *rdyRules) setPhase(p rdyPhase, period uint64) {
+	r.phase, r.period = p, period
 	r.settle()
 }
 
@@ -156,12 +158,13 @@ func (r *rdyRules) step(now time.Time) (changes []rdyChange, next time.Time) {
 	return changes, earliest(earliest(next, retry), r.nextDemand)
 }
 
-// measure looks at demand: once per interval, and only if messages came.
+// measure looks at demand: once per interval, as long as messages come or are unanswered. The last look finds nobody
+// in need.
 func (r *rdyRules) measure(now time.Time, live []*rdyConn) {
 	due := !r.nextDemand.IsZero() && !now.Before(r.nextDemand)
 	active := false
 	for _, c := range live {
-		active = active || c.received > 0
+		active = active || c.received > 0 || c.peak > 0
 		switch used := c.written > 0 && c.peak >= c.written; {
 		case due && used:
 			c.need = math.MaxInt64
@@ -310,19 +313,26 @@ func (r *rdyRules) release(now time.Time, live []*rdyConn) (changes []rdyChange,
 		c.watch = c.watch || c.unanswered > max(c.written, c.wanted)
 	}
 	var raises []*rdyConn
+	over := -free
 	for _, c := range live {
-		switch {
-		case c.target < c.wanted:
-			changes = append(changes, rdyChange{c, c.target})
-			c.wanted = c.target
-		case c.target > c.wanted:
+		rdy := min(c.target, c.wanted)
+		if unwritten := c.wanted - c.written; over > 0 && unwritten > 0 {
+			// A raise that waits behind a stuck write: nsqd doesn't know of it, so it gives way to what others have.
+			rdy = min(rdy, c.wanted-min(over, unwritten))
+			over -= c.wanted - rdy
+		}
+		if rdy < c.wanted {
+			changes = append(changes, rdyChange{c, rdy})
+			c.wanted = rdy
+		}
+		if c.target > c.wanted {
 			raises = append(raises, c)
 		}
 	}
 	// Those with nothing first: nobody starves for another one's larger share.
 	slices.SortStableFunc(raises, func(a, b *rdyConn) int { return cmp.Compare(a.wanted, b.wanted) })
 	for _, c := range raises {
-		if free < 0 || r.phase == rdyProbe && r.othersOffered(c) {
+		if free < 0 || r.phase == rdyProbe && r.otherProbe(c) {
 			continue
 		}
 		before := c.reserved()
@@ -347,9 +357,16 @@ func (r *rdyRules) release(now time.Time, live []*rdyConn) (changes []rdyChange,
 	return changes, retry
 }
 
-// othersOffered tells whether another connection than c may still get messages.
-func (r *rdyRules) othersOffered(c *rdyConn) bool {
-	return slices.ContainsFunc(r.conns, func(o *rdyConn) bool { return o != c && max(o.written, o.wanted) > 0 })
+// otherProbe tells what keeps c from probing: messages may come by a RDY that nsqd still knows, be it on c itself, or
+// there is a probe already, be it unanswered on a connection whose RDY was lowered.
+func (r *rdyRules) otherProbe(c *rdyConn) bool {
+	found := false
+	for _, o := range r.conns {
+		unanswered := o.probe != 0 && o.probe == r.period
+		o.watch = o.watch || unanswered
+		found = found || unanswered || o.written > 0 || o != c && o.wanted > 0
+	}
+	return found
 }
 
 // earliest returns the earlier of two times, where zero means never.

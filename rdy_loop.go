@@ -131,7 +131,8 @@ func (r *Consumer) perConn(s *rdyState) int64 {
 // decideRDY brings the rules up to date and carries out what they decide. It returns when to do so next.
 func (r *Consumer) decideRDY(s *rdyState) (next time.Time) {
 	now := time.Now()
-	if s.backoff.tick(now) {
+	// A pause of no length is one too: RDY 0 first, so that what was on its way is not taken for a probe.
+	if s.seen == s.backoff.period && s.backoff.tick(now) {
 		r.log.logf(LogLevelWarning, "backoff timeout expired, sending RDY 1")
 	}
 	r.followBackoff(s)
@@ -166,7 +167,7 @@ func (r *Consumer) followBackoff(s *rdyState) {
 		return
 	}
 	s.seen = s.backoff.period
-	s.rules.setPhase(phase)
+	s.rules.setPhase(phase, s.backoff.period)
 	r.backoffActive.Store(s.backoff.active())
 	r.mu.Lock()
 	r.backoff = backoffStatus{level: s.backoff.level, waiting: s.backoff.waiting, until: s.backoff.until}

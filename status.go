@@ -89,7 +89,7 @@ type NSQDStatus struct {
 	// Of the present connection; the sums over all are in ConsumerStatus.
 	MessagesReceived, MessagesFinished, MessagesRequeued, MessagesExpired uint64
 
-	Failures  int       // connects that failed in a row
+	Failures  int       // connects that failed in a row, with the loss that came before them; 0 while connected
 	NextTry   time.Time // of NodeWaiting
 	LastError error     // of the last connect or connection; nil: none
 }
@@ -129,8 +129,10 @@ func (r *Consumer) Status() ConsumerStatus {
 			State:      n.state,
 			Since:      n.since,
 			Discovered: n.discovered,
-			Failures:   n.failures,
 			LastError:  n.lastErr,
+		}
+		if n.state != NodeConnected {
+			row.Failures = n.failures
 		}
 		if n.state == NodeWaiting {
 			row.NextTry = n.nextTry
@@ -143,9 +145,15 @@ func (r *Consumer) Status() ConsumerStatus {
 		}
 		s.NSQDs = append(s.NSQDs, row)
 	}
+	for c := range r.leaving {
+		var row NSQDStatus
+		_, queued := c.describe(&row)
+		s.InFlight += row.InFlight
+		s.Buffered += queued
+	}
 	slices.SortFunc(s.NSQDs, func(a, b NSQDStatus) int { return cmp.Compare(a.Address, b.Address) })
 	s.MessagesReceived, s.MessagesFinished, s.MessagesRequeued = counts.received, counts.finished, counts.requeued
-	s.MessagesExpired, s.LateAnswers = counts.expired, counts.late
+	s.MessagesExpired, s.LateAnswers = counts.expired, counts.late+r.suppressed.Load()
 	for _, l := range r.lookups.list {
 		s.NSQLookupds = append(s.NSQLookupds, NSQLookupdStatus{
 			Address:    withoutUser(l.addr),

@@ -2,6 +2,7 @@ package nsq
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"time"
 )
@@ -49,33 +50,39 @@ func (r *Consumer) Shutdown(ctx context.Context) error {
 	return r.stopErr
 }
 
+// errShutdownTimeout is the cause of a stop that Config.ShutdownTimeout breaks off.
+var errShutdownTimeout = errors.New("nsq: shutdown_timeout is over")
+
 // beginStop starts stopping, once. A negative limit is none.
 func (r *Consumer) beginStop(limit time.Duration) {
 	r.mu.Lock()
-	defer r.mu.Unlock()
 	if r.stopping {
+		r.mu.Unlock()
 		return
 	}
 	r.stopping = true
+	// Within the lock, or a connect that succeeds right now would not be among conns and yet stay.
+	r.cancel(errConsumerStopped) // dials, lookups and waits for the next try
+	started := r.started
 	var conns []*Conn
 	for _, n := range r.nodes {
 		if n.conn != nil {
 			conns = append(conns, n.conn)
 		}
 	}
-	go r.stop(limit, conns, r.started)
+	r.mu.Unlock()
+	for _, c := range conns { // not in the background: from here on no handler begins a message
+		r.closeConn(c)
+	}
+	go r.stop(limit, started)
 }
 
 // stop takes the consumer apart, from the outside to the inside.
-func (r *Consumer) stop(limit time.Duration, conns []*Conn, started bool) {
+func (r *Consumer) stop(limit time.Duration, started bool) {
 	r.log.logf(LogLevelInfo, "stopping...")
-	r.cancel(errConsumerStopped) // dials, lookups and waits for the next try
 	if limit >= 0 {
-		timer := time.AfterFunc(limit, func() { r.forceNow(nil) })
+		timer := time.AfterFunc(limit, func() { r.forceNow(errShutdownTimeout) })
 		defer timer.Stop()
-	}
-	for _, c := range conns {
-		r.closeConn(c)
 	}
 	r.serving.Wait()
 	r.lookups.running.Wait()
@@ -116,7 +123,7 @@ func (r *Consumer) noteWhatIsLeft() {
 		return
 	}
 	err := &ShutdownError{HandlersRunning: running, Unanswered: unanswered}
-	if cause := context.Cause(r.force); cause != context.Canceled {
+	if cause := context.Cause(r.force); cause != errShutdownTimeout {
 		err.Err = cause
 	}
 	r.log.logf(LogLevelWarning, "%s", err)
