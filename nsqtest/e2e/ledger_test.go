@@ -174,7 +174,9 @@ func (l *ledger) leave(number, index int, err error) {
 	defer l.mu.Unlock()
 	h := &l.handled[number][index]
 	h.err, h.ended = err, true
-	l.finished[number] = l.finished[number] || err == nil
+	if err == nil {
+		l.finished[number] = true
+	}
 }
 
 // fault notes that something is about to be done to an nsqd that has at most so many messages in flight.
