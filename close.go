@@ -16,6 +16,8 @@ const (
 
 	hangUpIdle = 15 * time.Millisecond // for the end of what nsqd sends
 	hangUpBusy = time.Second
+
+	recently = time.Second // a connection over which a message came since then may have more on their way
 )
 
 // startClose queues CLS. It reports whether it did, which it does once, and whether messages are unanswered.
@@ -27,6 +29,7 @@ func (c *Conn) startClose() (first, busy bool) {
 		return false, false
 	}
 	c.clsQueued = true
+	c.clsReceived = c.counts.received
 	c.wg.Add(1) // for shutDown: counted before anybody waits, since the connection has not ended
 	c.out = appendCommand(c.out, StartClose())
 	c.signal()
@@ -58,14 +61,29 @@ func (c *Conn) shutDown(ctx context.Context, busy bool) (left int) {
 	if !c.waitSettled(ctx) {
 		return 0
 	}
-	if c.waitFor(ctx, c.waitSeen, closeWait) {
+	seen := c.waitFor(ctx, c.waitSeen, closeWait)
+	if !seen && !busy && c.heardSince(time.Now().Add(-recently)) {
+		// Nothing was unanswered, and yet it is not idle: nsqd is still writing what it has for us.
+		seen = c.waitFor(ctx, c.waitSeen, closeWaitBusy)
+	}
+	if seen {
 		c.waitQuiet(ctx, stragglers)
 	}
 	if !c.waitSettled(ctx) || ctx.Err() != nil {
 		return 0
 	}
+	if c.receivedSinceCLS() {
+		hangUp = hangUpBusy // nsqd has answers to read, and breaking off could lose them
+	}
 	c.hangUp(hangUp)
 	return 0
+}
+
+// receivedSinceCLS tells whether a message came after CLS was queued.
+func (c *Conn) receivedSinceCLS() bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.counts.received > c.clsReceived
 }
 
 // waitSettled waits until nothing is unanswered or unwritten. It returns false if the connection or ctx ended first.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -64,20 +65,21 @@ type Conn struct {
 	lastRead int64  // when messages came last, by monotonic; 0: never
 	lastBeat int64  // when a heartbeat came last
 
-	out        []byte   // commands for writeLoop
-	outAnswers int      // the FIN and REQ among them
-	unwritten  int      // FIN and REQ queued or being written
-	round      uint64   // counts what writeLoop took, so that a message has one TOUCH in each
-	writing    bool     // writeLoop is in a write
-	nop        bool     // a heartbeat waits for its answer
-	wantRDY    int64    // a mailbox: the last value wins
-	wantProbe  uint64   // what probe becomes when wantRDY is taken
-	probeSent  *Message // the first message of its period that came as a probe
-	takenRDY   int64    // last taken by writeLoop
-	writtenRDY int64    // last written
-	highestRDY int64
-	clsQueued  bool
-	waiters    []chan error // of WriteCommand, for what is in out
+	out         []byte     // commands for writeLoop
+	outAnswers  int        // the FIN and REQ among them
+	unwritten   int        // FIN and REQ queued or being written
+	round       uint64     // counts what writeLoop took, so that a message has one TOUCH in each
+	writing     bool       // writeLoop is in a write
+	nop         bool       // a heartbeat waits for its answer
+	wantRDY     int64      // a mailbox: the last value wins
+	wantProbe   uint64     // what probe becomes when wantRDY is taken
+	probes      []*Message // came as probes, and may be unanswered; oldest first
+	takenRDY    int64      // last taken by writeLoop
+	writtenRDY  int64      // last written
+	highestRDY  int64
+	clsQueued   bool
+	clsReceived uint64       // messages when it was queued
+	waiters     []chan error // of WriteCommand, for what is in out
 
 	counts connCounts
 }
@@ -286,8 +288,8 @@ func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
 		m.Delegate = c.delegate
 		d := &m.delivery
 		d.conn, d.id, d.period = c, m.ID, c.probe
-		if d.period != 0 && (c.probeSent == nil || !c.probeSent.delivery.listed || c.probeSent.delivery.period != d.period) {
-			c.probeSent = m
+		if d.period != 0 {
+			c.probes = append(c.probes, m)
 		}
 		if c.msgTimeout > 0 {
 			d.deadline = now + int64(c.msgTimeout)
@@ -583,6 +585,13 @@ func (c *Conn) setRDY(n int64, period uint64) {
 	c.signal()
 }
 
+// endProbe has messages decide nothing from now on: backoff is over.
+func (c *Conn) endProbe() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.probe, c.wantProbe, c.probes = 0, 0, nil
+}
+
 func (c *Conn) noteRDY(n int64) {
 	c.rdy.Store(n)
 	if n > 0 {
@@ -706,11 +715,10 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 	if c.clsQueued {
 		wanted = 0
 	}
+	c.probes = slices.DeleteFunc(c.probes, func(m *Message) bool { return !m.delivery.listed })
 	var probe uint64
-	if c.probeSent != nil && c.probeSent.delivery.listed {
-		probe = c.probeSent.delivery.period
-	} else {
-		c.probeSent = nil
+	if n := len(c.probes); n > 0 {
+		probe = c.probes[n-1].delivery.period
 	}
 	return rdyView{
 		closing:     c.closing.Load(),

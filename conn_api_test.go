@@ -378,6 +378,20 @@ func TestConnConnectMayBeTriedAgain(t *testing.T) {
 	})
 }
 
+func TestConnFailedConnectLeavesNothingOpen(t *testing.T) {
+	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+		n.at("IDENTIFY", fakeStep{never: true})
+		c := lowLevelConn(t, n, nil, func(cfg *Config) {
+			cfg.HeartbeatInterval, cfg.ReadTimeout = time.Second, 2*time.Second
+		})
+		_, err := c.Connect()
+		var terr *TimeoutError
+		require.ErrorAs(t, err, &terr)
+		synctest.Wait()
+		require.Zero(t, n.cluster.openConns())
+	})
+}
+
 func TestConnWriteThatFails(t *testing.T) {
 	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
 		n.set(func(b *fakeBehaviour) { b.socketBuffer = 0 })

@@ -151,7 +151,6 @@ func (r *Consumer) startLocked() {
 		return
 	}
 	r.started = true
-	go r.rdyLoop()
 	concurrency := 0
 	for _, u := range r.pool {
 		concurrency += u.concurrency
@@ -159,11 +158,7 @@ func (r *Consumer) startLocked() {
 			r.handlers.Go(func() { r.handlerLoop(u.handler) })
 		}
 	}
-	if n := r.maxInFlight.Load(); n > 0 && n < int64(concurrency) {
-		r.handlers.Go(func() { // without the lock: a logger may call us
-			r.log.logf(LogLevelWarning, "max-in-flight %d keeps %d of %d handlers idle", n, int64(concurrency)-n, concurrency)
-		})
-	}
+	go r.rdyLoop(concurrency)
 }
 
 // ChangeMaxInFlight changes how many messages may be in flight over all connections together. It acts at once in every

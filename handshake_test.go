@@ -250,6 +250,7 @@ func TestHandshakeAnswersHeartbeats(t *testing.T) {
 				n.at(at, fakeStep{never: true})
 				n.set(func(b *fakeBehaviour) { b.noHeartbeats = at == "IDENTIFY" })
 				r := start(t, n)
+				time.AfterFunc(time.Minute, func() { n.set(func(b *fakeBehaviour) { b.noHeartbeats = true }) }) // an end in any case
 				begin := time.Now()
 				var terr *TimeoutError
 				require.ErrorAs(t, r.ConnectToNSQD(n.addr), &terr)

@@ -28,6 +28,9 @@ const (
 	// roundLimit is how long a poll waits for a slow nsqlookupd before it goes on without.
 	roundLimit = 5 * time.Second
 
+	// retryGap is the least time between polls that are made for nsqds which failed more than once.
+	retryGap = 2 * time.Second
+
 	// vanishPolls is how many good polls in a row must have missed an nsqd before it is closed.
 	vanishPolls = 3
 
@@ -262,7 +265,10 @@ func (r *Consumer) lookupdLoop() {
 		r.askNew(&round, now)
 
 		next := nextPoll
-		if round.open { // the poll that is due meanwhile waits for its end
+		switch {
+		case round.open && len(round.waiting) == 0: // there was nobody to ask
+			next = now
+		case round.open: // the poll that is due meanwhile waits for its end
 			next = round.deadline
 		}
 		next = earliest(next, retry)
@@ -281,19 +287,22 @@ func (r *Consumer) pollInterval(first bool) time.Duration {
 }
 
 // nextRetry is when the first discovered nsqd that is down is due for another try; with lost, the first of those that
-// went down after the last round began. Many of them shall not multiply the polls.
+// went down after the last round began. Each try takes a poll, but a rack that is down shall not have every consumer
+// flood the nsqlookupds: only a first try comes quickly.
 func (r *Consumer) nextRetry(lost bool, lastRound time.Time) (t time.Time) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for _, n := range r.nodes {
-		if n.discovered && !n.serving && (!lost || n.since.After(lastRound)) {
-			t = earliest(t, n.nextTry)
+		if !n.discovered || n.serving || lost && !n.since.After(lastRound) {
+			continue
 		}
+		gap := r.config.ReconnectInterval
+		if n.failures > 1 {
+			gap = max(gap, min(retryGap, r.config.MaxReconnectInterval))
+		}
+		t = earliest(t, latest(n.nextTry, lastRound.Add(gap)))
 	}
-	if t.IsZero() {
-		return t
-	}
-	return latest(t, lastRound.Add(r.config.ReconnectInterval))
+	return t
 }
 
 // startRound asks all nsqlookupds. One that still owes the last answer is not asked again: that answer is waited for, as

@@ -538,6 +538,23 @@ func TestLostNSQDIsReconnectedWhileOneLookupdHangs(t *testing.T) {
 	})
 }
 
+func TestLostNSQDIsReconnectedWhileAllLookupdsHang(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r, lookupds, cluster, _ := vanishing(t, nil)
+		lookupds.at("l1:4161").hangs()
+		lookupds.at("l2:4161").hangs()
+		time.Sleep(80 * time.Second) // the poll at a minute waits for them, and for a minute
+		for range 3 {
+			lost := time.Now()
+			cluster.nsqd("a:4150").dropAll()
+			cluster.nsqd("a:4150").waitSubscribed()
+			require.LessOrEqual(t, time.Since(lost), time.Second, "by the last good answer")
+			time.Sleep(5 * time.Second)
+		}
+		require.Equal(t, []string{"a:4150", "b:4150"}, nsqdsConnected(r))
+	})
+}
+
 func TestLostNSQDIsNotReconnectedFromMemory(t *testing.T) {
 	change := map[string]func(l *fakeLookupds){
 		"vanished": func(l *fakeLookupds) {
@@ -742,6 +759,7 @@ func TestManyAnswersLeaveNothingBehind(t *testing.T) {
 			lookupds.at("l1:4161").list(addrs[i%20], fmt.Sprintf("gone-%d:4150", i))
 			time.Sleep(20 * time.Second)
 		}
+		time.Sleep(time.Second)
 		rows := r.Status().NSQDs
 		require.LessOrEqual(t, len(rows), 8, "%v", rows)
 		require.Len(t, nsqdsConnected(r), cluster.openConns())

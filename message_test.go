@@ -686,13 +686,16 @@ func TestMaxAttempts(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
 				h := &failingHandler{last: test.last}
-				r := consumeFrom(t, n, 1, h, func(cfg *Config) { cfg.MaxAttempts = test.limit })
+				r := consumeFrom(t, n, 1, h, func(cfg *Config) {
+					cfg.MaxAttempts = test.limit
+					cfg.DefaultRequeueDelay, cfg.MaxRequeueDelay = time.Second, time.Second
+				})
 				id := n.publishN(1)[0]
 				time.Sleep(time.Hour)
 				synctest.Wait()
 				want := []string{}
 				for range test.limit {
-					want = append(want, "REQ "+id+" 0")
+					want = append(want, "REQ "+id+" 1000")
 				}
 				require.Equal(t, append(want, "FIN "+id), answersTo(n))
 				require.EqualValues(t, test.limit, h.runs.Load())

@@ -75,6 +75,8 @@ type model struct {
 	// owned by run
 	idleSince    time.Time // budget has been free and unused since
 	silentSince  time.Time // no probe since
+	hungrySince  time.Time // a connection has had no RDY since, though others can spare some
+	raisesSeen   int
 	probingSince time.Time // by the looks after steps
 	stepsSeen    int       // of backoff, at the last look
 
@@ -93,7 +95,8 @@ type modelConn struct {
 	half       *fakeHalf // what the client writes to
 	maxRDY     int64
 	subscribed bool
-	closing    bool // CLS is written
+	closing    bool      // CLS is written
+	raised     time.Time // when RDY was raised last
 	written    int64
 	last       int64 // RDY last sent, be it still being written
 	highest    int64 // of written and what is being written
@@ -113,7 +116,7 @@ type modelMessage struct {
 	arrived  time.Time // zero: not yet
 	deadline time.Time // by the client's reckoning; zero: it has not arrived
 	stray    bool
-	single   bool // sent by RDY 1
+	single   bool // sent by RDY 1 of the present period of backoff
 	gone     bool // nsqd has given it up
 }
 
@@ -244,7 +247,7 @@ func (m *model) entry(e fakeEntry) {
 		delete(m.conns, e.Conn)
 	case e.Kind == entryMessage:
 		stray := int64(c.core())+1 > c.highest
-		c.messages[e.ID] = &modelMessage{sent: e.At, stray: stray, single: c.highest == 1}
+		c.messages[e.ID] = &modelMessage{sent: e.At, stray: stray, single: c.highest == 1 && !c.raised.Before(m.stepped)}
 		m.counts["messages"]++
 		if stray {
 			m.counts["strays"]++
@@ -402,6 +405,7 @@ func (m *model) writeBegins(c *modelConn, lines []string) {
 			c.last, c.highest = rdy, max(c.highest, rdy)
 			if rdy > c.written {
 				m.checkRaise(c, rdy)
+				c.raised = now
 				m.probes++
 			}
 			m.counts["rdy"]++
@@ -651,7 +655,10 @@ func (m *model) step() {
 	case p < 635:
 		n.expire()
 	case p < 650:
-		time.Sleep(time.Duration(m.random.Int64N(int64(10 * time.Second))))
+		for range m.random.IntN(50) {
+			time.Sleep(200 * time.Millisecond)
+			m.look()
+		}
 	}
 	if m.random.IntN(3) > 0 {
 		time.Sleep(time.Duration(m.random.Int64N(int64(100 * time.Millisecond))))
@@ -665,18 +672,24 @@ func (m *model) look() {
 	m.fakeLog.mu.Lock()
 	defer m.fakeLog.mu.Unlock()
 	now := time.Now()
-	var free, offered, stuckOffered int64
-	var live, stuck, clear int
+	var free, offered, stuckOffered, highest int64
+	var live, stuck, clear, hungry int
 	free = m.maxInFlight
 	for _, c := range m.conns {
 		free -= max(c.highest, int64(c.open()))
+		highest += c.highest
 		switch {
 		case c.writing:
+			// Answers that wait behind a stuck write are not written, however long nsqd has given up the messages.
+			free -= max(c.highest, int64(len(c.messages))) - max(c.highest, int64(c.open()))
 			stuck++
 			stuckOffered += c.highest
 		case c.subscribed && !c.closing:
 			live++
 			offered += c.written
+			if c.written == 0 {
+				hungry++
+			}
 			if c.open() == 0 {
 				clear++
 			}
@@ -691,14 +704,19 @@ func (m *model) look() {
 			patience += 100 * time.Millisecond
 		}
 	}
+	raised := m.counts["raises"] != m.raisesSeen
+	m.raisesSeen = m.counts["raises"]
 	lasts := func(since *time.Time, holds bool) bool {
 		switch {
 		case !holds:
 			*since = time.Time{}
-		case since.IsZero():
+		case since.IsZero() || raised:
 			*since = now
 		}
 		return holds && now.Sub(*since) > patience
+	}
+	if lasts(&m.hungrySince, status.BackoffLevel == 0 && stuck == 0 && hungry > 0 && int64(live) <= m.maxInFlight && highest >= m.maxInFlight) {
+		m.violated("promise 6: a connection has no RDY though the budget is enough for all, since %s", m.hungrySince.Format("15:04:05.000"))
 	}
 	if lasts(&m.idleSince, status.BackoffLevel == 0 && free > 0 && live > 0 && offered == 0) {
 		m.violated("promise 10: %d of the budget free and no RDY since %s", free, m.idleSince.Format("15:04:05.000"))

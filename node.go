@@ -1,7 +1,6 @@
 package nsq
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -253,9 +252,9 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	defer n.endTry()
-	if err == nil && (n.ctx.Err() != nil || r.stopping) {
+	if err == nil && n.ctx.Err() != nil {
 		// Dropped or stopped in the last moment: nobody else knows of the connection, so nobody else would close it.
-		err = cmp.Or(context.Cause(n.ctx), errConsumerStopped)
+		err = context.Cause(n.ctx)
 	}
 	n.lastErr = err
 	if err != nil {

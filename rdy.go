@@ -322,6 +322,9 @@ func (r *rdyRules) release(now time.Time, live []*rdyConn) (changes []rdyChange,
 			over -= c.wanted - rdy
 		}
 		if rdy < c.wanted {
+			if c.wanted > c.written {
+				retry = now // perhaps nothing will be written that tells of this; but the next look will show it
+			}
 			changes = append(changes, rdyChange{c, rdy})
 			c.wanted = rdy
 		}

@@ -39,9 +39,12 @@ type rdyState struct {
 // rdyLoop is the one goroutine that decides on RDY and backoff. It is told what happens, looks at the connections, and
 // leaves RDY in their mailboxes. It waits for nobody: not for a socket, a handler or another loop. There is one timer,
 // set for whatever is due first.
-func (r *Consumer) rdyLoop() {
+func (r *Consumer) rdyLoop(concurrency int) {
 	defer close(r.rdyDone)
 	defer r.log.logf(LogLevelInfo, "rdyLoop exiting")
+	if n := r.maxInFlight.Load(); n > 0 && n < int64(concurrency) {
+		r.log.logf(LogLevelWarning, "max-in-flight %d keeps %d of %d handlers idle", n, int64(concurrency)-n, concurrency)
+	}
 	s := &rdyState{
 		rules: rdyRules{
 			maxInFlight: r.maxInFlight.Load(),
@@ -168,6 +171,11 @@ func (r *Consumer) followBackoff(s *rdyState) {
 	}
 	s.seen = s.backoff.period
 	s.rules.setPhase(phase, s.backoff.period)
+	if phase == rdyNormal {
+		for _, c := range s.rules.conns {
+			c.conn.endProbe() // its RDY of 1 may stay as it is
+		}
+	}
 	r.backoffActive.Store(s.backoff.active())
 	r.mu.Lock()
 	r.backoff = backoffStatus{level: s.backoff.level, waiting: s.backoff.waiting, until: s.backoff.until}

@@ -603,8 +603,11 @@ func TestAStuckWriterKeepsItsBudgetOnTheWire(t *testing.T) {
 		g.connect(g.nodes[0])
 		g.nodes[0].stopReading()
 		require.NoError(t, g.r.ConnectToNSQD(g.nodes[1].addr))
-		time.Sleep(29 * time.Second)
-		require.Equal(t, []int64{8, 0}, g.rdy(), "the lowering is not written")
+		for range 29 {
+			time.Sleep(time.Second)
+			g.r.changed() // however often it looks
+			require.Equal(t, []int64{8, 0}, g.rdy(), "the lowering is not written")
+		}
 		g.nodes[0].startReading()
 		require.Equal(t, []int64{4, 4}, g.rdy())
 
@@ -830,16 +833,19 @@ func TestNoProbeWhereAHigherRDYIsStillKnown(t *testing.T) {
 		n := g.nodes[0]
 		n.set(func(b *fakeBehaviour) { b.socketBuffer = 0 })
 		g.r.AddHandler(HandlerFunc(g.hold))
-		n.publishN(1)
+		n.publishN(2)
 		g.connect()
-		m := g.take()[0]
+		held := g.take()
+		require.Len(t, held, 2)
 		n.stopReading()
-		m.Requeue(time.Hour) // with RDY 0 before it, which is stuck
+		held[0].Finish() // stuck
+		synctest.Wait()
+		held[1].Requeue(time.Hour) // with RDY 0 before it, which waits behind the FIN
 		time.Sleep(3 * time.Second)
 		require.Equal(t, []int64{5}, g.rdy())
-		n.publishN(4) // nsqd sends them by its RDY of 5
-		held := g.take()
-		require.Len(t, held, 4)
+		n.publishN(3) // nsqd sends them by its RDY of 5
+		held = g.take()
+		require.Len(t, held, 3)
 		for _, m := range held {
 			m.Requeue(time.Hour)
 		}
@@ -848,6 +854,7 @@ func TestNoProbeWhereAHigherRDYIsStillKnown(t *testing.T) {
 		n.startReading()
 		require.Equal(t, []int64{1}, g.rdy())
 		require.Equal(t, 1, g.r.Status().BackoffLevel)
+		require.Equal(t, []string{"RDY 5", "RDY 0", "RDY 1"}, g.rdyCommands())
 	})
 }
 

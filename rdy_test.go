@@ -82,7 +82,7 @@ func (b *rdyBench) run(d time.Duration) {
 		if b.next.IsZero() || b.next.After(end) {
 			break
 		}
-		if !b.next.After(b.now) {
+		if b.next.Before(b.now) {
 			panic("the rules ask for the past")
 		}
 		b.now = b.next
@@ -235,6 +235,19 @@ func TestARaiseThatIsNotWrittenGivesWayWhenTheBudgetShrinks(t *testing.T) {
 	require.Equal(t, []rdyChange{{stuck, 5}}, b.step(), "it is a raise for nsqd, so it is paid for")
 	busy.unanswered = 0
 	require.Equal(t, []rdyChange{{stuck, 6}}, b.step())
+}
+
+func TestARaiseThatWasTakenBackUnwrittenIsFreeBudget(t *testing.T) {
+	b := newRDYBench(1)
+	b.writes = false
+	stuck := b.add(2500)
+	require.Equal(t, []rdyChange{{stuck, 1}}, b.step())
+	other := b.add(2500)
+	b.step()
+	b.now = b.now.Add(b.turnIdle)
+	require.Equal(t, []rdyChange{{stuck, 0}}, b.step())
+	require.Equal(t, b.now, b.next, "nobody else would tell that the budget is free: RDY 0 is what nsqd has")
+	require.Equal(t, []rdyChange{{other, 1}}, b.step())
 }
 
 func TestRaisesWaitForUnansweredMessages(t *testing.T) {
@@ -534,7 +547,7 @@ func TestStepNeverExceedsTheBudget(t *testing.T) {
 			for _, c := range b.conns {
 				holds(b.phase != rdyHold || c.closing || c.wanted == 0, "RDY while backoff waits")
 			}
-			holds(b.next.IsZero() || b.next.After(b.now), "the rules ask for the past")
+			holds(b.next.IsZero() || !b.next.Before(b.now), "the rules ask for the past")
 		}
 	}
 }

@@ -46,7 +46,7 @@ const testTimeout = 60 * time.Second
 
 func main() {
 	workers := flag.Int("workers", 2, "mutants tried at a time")
-	limit := flag.Duration("limit", 20*time.Minute, "time for all of them together")
+	limit := flag.Duration("limit", 25*time.Minute, "time for all of them together")
 	verbose := flag.Bool("v", false, "show the output of tests that fail, and of those that should")
 	flag.Parse()
 	ctx, cancel := context.WithTimeout(context.Background(), *limit)
@@ -407,7 +407,8 @@ func (tr *tree) runClean(ctx context.Context, t test) (output string, err error)
 
 // compile makes a test binary. Its error is never an *exec.ExitError.
 func (tr *tree) compile(ctx context.Context, t test, binary string) (output string, err error) {
-	args := append([]string{"go", "test", "-c", "-o", binary}, strings.Fields(t.build)...)
+	args := []string{"go", "test", "-c", "-o", binary, "-ldflags=-s -w", "-gcflags=-dwarf=false"} // nobody will debug it
+	args = append(args, strings.Fields(t.build)...)
 	out, err := command(ctx, filepath.Join(tr.root, t.module), strings.Fields(t.env), append(args, ".")...)
 	if err != nil {
 		return out, fmt.Errorf("it does not compile: %v", err) // not %w: this is no failed test

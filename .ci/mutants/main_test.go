@@ -131,3 +131,21 @@ func TestEveryPromiseNeedsAMutant(t *testing.T) {
 		t.Errorf("got %v", err)
 	}
 }
+
+// Quicker to know than by running them all.
+func TestEveryMutantCanBeApplied(t *testing.T) {
+	all, err := readMutants(".")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range all {
+		for _, c := range m.changes {
+			text, err := os.ReadFile(filepath.Join("..", "..", c.file))
+			if err != nil {
+				t.Errorf("%s: %v", m.name, err)
+			} else if _, err := c.apply(string(text)); err != nil && len(m.changes) == 1 { // of several, one may need another
+				t.Errorf("%s: %v", m.name, err)
+			}
+		}
+	}
+}

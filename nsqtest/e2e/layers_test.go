@@ -81,7 +81,9 @@ func TestEveryLayerStackCarriesMessages(t *testing.T) {
 func TestAnAnswerIsNotHeldBack(t *testing.T) {
 	inEveryStack(t, nsqtest.NSQDOptions{}, func(t *testing.T, n *nsqtest.NSQD, _ *nsqtest.Proxy, configure func(*nsq.Config) *nsq.Config) {
 		l := newLedger(t)
-		startConsumer(t, configure(newConfig(1)), l.handler(nil), n.TCPAddr())
+		cfg := configure(newConfig(1))
+		cfg.HeartbeatInterval, cfg.ReadTimeout = 5*time.Second, 5*time.Second // an answer may be stuck in the handshake already
+		startConsumer(t, cfg, l.handler(nil), n.TCPAddr())
 		for i := range uint64(3) {
 			l.publish(n, 1)
 			within(t, slack, "nsqd has the answer to a single message", func() bool { return client(t, n).FinishCount == i+1 })

@@ -41,7 +41,6 @@ func inBothModes(t *testing.T, opts nsqtest.NSQDOptions, test func(t *testing.T,
 			require.NoError(t, o.other.CreateChannel(topic, channel))
 			cfg := newConfig(outageInFlight)
 			cfg.HeartbeatInterval = heartbeatInterval
-			cfg.ReadTimeout = 3 * heartbeatInterval // an answer of the handshake too
 			o.consumer = newConsumer(t, cfg, o.ledger.handler(func(*nsq.Message, int) error {
 				<-time.After(time.Millisecond) // so that there are some in flight at any time
 				return nil

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"os"
 	"slices"
+	"sync"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -19,18 +20,23 @@ import (
 // When StopChan closes, nsqd has every message back or finished: nothing is in flight, and nothing was lost or counted twice.
 func TestStopOnABusyTopic(t *testing.T) {
 	t.Parallel()
-	const rounds, maxInFlight = 50, 40
+	const rounds, few, many = 50, 40, 1000
 	certs := nsqtest.TempCertificates(t)
 	n := nsqtest.StartNSQD(t, nsqtest.NSQDOptions{Certificates: certs})
 	require.NoError(t, n.CreateChannel(topic, channel))
 	l := newLedger(t)
+	l.publish(n, 2*many)
 	names := slices.Sorted(maps.Keys(stacks))
 	var finished, requeued uint64
 	for round := range rounds {
-		cfg := newConfig(maxInFlight)
+		// With many, nsqd is in the middle of sending when CLS comes; with few, it waits for answers.
+		cfg := newConfig([]int{few, many}[round%2])
 		cfg.DefaultRequeueDelay = time.Minute
 		stacks[names[round%len(names)]].configure(cfg, certs)
+		begun := make(chan struct{})
+		begin := sync.OnceFunc(func() { close(begun) })
 		c := startConsumer(t, cfg, l.handler(func(m *nsq.Message, number int) error {
+			defer begin()
 			switch {
 			case number%50 == 0:
 				return errors.New("in a minute")
@@ -39,9 +45,9 @@ func TestStopOnABusyTopic(t *testing.T) {
 			}
 			return nil
 		}), n.TCPAddr())
-		l.publish(n, 2*maxInFlight)
 		stopStream := l.stream(time.Millisecond, n)
-		l.awaitMore(maxInFlight / 2)
+		l.publish(n, 2*few)
+		receive(t, "a message is handled", begun)
 
 		c.Stop()
 		receiveClosed(t, c.StopChan)
@@ -69,7 +75,7 @@ func TestStopOnABusyTopic(t *testing.T) {
 	require.Greater(t, requeued, uint64(rounds), "there were messages to give back")
 
 	// The last consumer handles what they have left, but for those that come back in a minute.
-	startConsumer(t, newConfig(maxInFlight), l.handler(nil), n.TCPAddr())
+	startConsumer(t, newConfig(many), l.handler(nil), n.TCPAddr())
 	eventually(t, "what was given back is handled", func() bool {
 		s := channelStats(t, n)
 		return s.Depth == 0 && s.InFlight == 0

@@ -1,0 +1,45 @@
+package nsq
+
+import (
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Nothing is unanswered when Stop is called, but the connection was busy a moment ago, and nsqd is slow. What it has on the way
+// is given back, and nsqd has read that when StopChan closes.
+func TestStopBetweenTwoMessages(t *testing.T) {
+	for name, stragglers := range map[string]func(n *fakeNSQD){
+		"that come long before CLOSE_WAIT": func(n *fakeNSQD) {
+			n.at("CLS", fakeStep{delay: 300 * time.Millisecond})
+			time.Sleep(150 * time.Millisecond)
+			n.publishN(5)
+		},
+		"that come behind CLOSE_WAIT, and answers are read late": func(n *fakeNSQD) {
+			n.set(func(b *fakeBehaviour) {
+				b.readDelay = 60 * time.Millisecond
+				b.stragglers = 2
+			})
+			n.publishN(5)
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+				r := consumeFrom(t, n, 1, HandlerFunc(finishAll), func(cfg *Config) { cfg.MaxInFlight = 5 })
+				n.publishN(10)
+				synctest.Wait()
+				require.Equal(t, 10, n.stats().Finished)
+				require.Zero(t, n.stats().InFlight)
+				r.Stop()
+				stragglers(n)
+				<-r.StopChan
+				stats := n.stats()
+				require.Zero(t, stats.InFlight)
+				require.Positive(t, stats.Requeued)
+				require.Equal(t, stats.Published, stats.Finished+stats.Depth)
+			})
+		})
+	}
+}
