@@ -26,7 +26,7 @@ func (b *messageBatch) empty() bool { return len(b.frames) == 0 }
 // add takes the data of a message frame. Owned data is not copied.
 func (b *messageBatch) add(data []byte, owned bool) error {
 	if len(data) < messageHeaderSize {
-		return errShortMessage
+		return ErrShortMessage
 	}
 	b.frames = append(b.frames, data)
 	if owned {

@@ -370,13 +370,13 @@ func (c *Conn) sawCloseWait() {
 	}
 }
 
-// lose counts an answer that came too late. If the message it was about is still being handled, it is not ours any
-// more.
+// lose counts an answer that came too late. A message whose TOUCH was refused is not ours any more. A refused FIN or REQ
+// was the end of its delivery: if the ID is in the table all the same, it has come again, and is ours.
 func (c *Conn) lose(perr *ProtocolError) {
 	c.mu.Lock()
 	c.counts.late++
 	lost := false
-	if id, ok := perr.MessageID(); ok {
+	if id, ok := perr.MessageID(); ok && perr.Code == "E_TOUCH_FAILED" {
 		if m := c.table.find(&id); m != nil && m.delivery.listed {
 			c.table.remove(m)
 			m.delivery.state.drop()
@@ -723,6 +723,7 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 	return rdyView{
 		closing:     c.closing.Load(),
 		written:     max(c.writtenRDY, c.takenRDY),
+		taken:       c.takenRDY,
 		wanted:      wanted,
 		unanswered:  int64(c.table.live + c.unwritten),
 		peak:        int64(c.peak),

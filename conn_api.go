@@ -9,7 +9,7 @@ import (
 
 // ConnDelegate is told what happens on a Conn that a program made with NewConn. The methods are called by the
 // connection's own goroutines, or by those that answer messages, one after the other for each of them: they must not
-// block for long. OnClose is the last one.
+// block for long.
 type ConnDelegate interface {
 	// OnResponse gets a response frame that is not a heartbeat.
 	OnResponse(*Conn, []byte)
@@ -31,7 +31,7 @@ type ConnDelegate interface {
 	OnIOError(*Conn, error)
 	// OnHeartbeat is told of a heartbeat, which the connection answers itself.
 	OnHeartbeat(*Conn)
-	// OnClose is told that the connection has ended.
+	// OnClose is told that the connection has ended. Answers given later are still told, though not sent.
 	OnClose(*Conn)
 }
 

@@ -41,6 +41,9 @@ var (
 	// ErrHTTPResponse: the address is that of a web server, such as nsqd's own HTTP port (4151 by
 	// default, while TCP is 4150).
 	ErrHTTPResponse = errors.New("nsq: unexpected HTTP response, a nsqd TCP endpoint is required")
+	// ErrShortMessage: a message frame, or what was given to DecodeMessage, is shorter than the 26 bytes that stand
+	// before a body.
+	ErrShortMessage = errors.New("not enough data to decode valid message")
 	// ErrTLSRefused: the config asks for TLS and nsqd has none. The library never goes on in clear text.
 	ErrTLSRefused = errors.New("nsq: TLS was asked for (tls_v1), but nsqd does not offer it")
 )
@@ -215,6 +218,16 @@ type UnexpectedFrameError struct {
 
 func (e *UnexpectedFrameError) Error() string {
 	return fmt.Sprintf("nsq: unexpected frame type %d", e.Type)
+}
+
+// UnexpectedAnswerError is an answer to a step of connecting that is none to it.
+type UnexpectedAnswerError struct {
+	Step   string // "SUB", "TLS", "snappy" or "deflate"
+	Answer string // the beginning of it, quoted
+}
+
+func (e *UnexpectedAnswerError) Error() string {
+	return fmt.Sprintf("nsq: unexpected answer %s to %s", e.Answer, e.Step)
 }
 
 // TimeoutError is a step of connecting that nsqd did not answer in time. It is a timeout for net.Error

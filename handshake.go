@@ -106,6 +106,10 @@ func (c *Conn) dialUser(ctx context.Context, network, address string) (net.Conn,
 	}()
 	select {
 	case r := <-done:
+		if r.err != nil && r.nc != nil {
+			_ = r.nc.Close()
+			r.nc = nil
+		}
 		return r.nc, r.err
 	case <-ctx.Done():
 		go func() {
@@ -336,7 +340,7 @@ func (c *Conn) subscribe(ctx context.Context, topic, channel string) error {
 func (c *Conn) awaitOK(step string) error {
 	data, err := c.await(step)
 	if err == nil && string(data) != "OK" {
-		err = fmt.Errorf("nsq: unexpected answer %.64q to %s", data, step)
+		err = &UnexpectedAnswerError{Step: step, Answer: fmt.Sprintf("%.64q", data)}
 	}
 	return err
 }

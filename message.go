@@ -2,7 +2,6 @@ package nsq
 
 import (
 	"encoding/binary"
-	"errors"
 	"io"
 	"sync/atomic"
 	"time"
@@ -153,10 +152,8 @@ func (m *Message) WriteTo(w io.Writer) (int64, error) {
 	return int64(n), err
 }
 
-var errShortMessage = errors.New("not enough data to decode valid message")
-
-// DecodeMessage decodes the data of a message frame. The Body of the result aliases b. It returns an error if b is
-// shorter than the 26 bytes that stand before a body.
+// DecodeMessage decodes the data of a message frame. The Body of the result aliases b. It returns
+// ErrShortMessage if b is shorter than the 26 bytes that stand before a body.
 func DecodeMessage(b []byte) (*Message, error) {
 	m := new(Message)
 	if err := m.decodeHeader(b); err != nil {
@@ -169,7 +166,7 @@ func DecodeMessage(b []byte) (*Message, error) {
 // decodeHeader sets all that stands before the body.
 func (m *Message) decodeHeader(b []byte) error {
 	if len(b) < messageHeaderSize {
-		return errShortMessage
+		return ErrShortMessage
 	}
 	m.Timestamp = int64(binary.BigEndian.Uint64(b))
 	m.Attempts = binary.BigEndian.Uint16(b[8:])

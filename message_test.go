@@ -638,6 +638,28 @@ func TestLateAnswerNamesAMessageBeingHandled(t *testing.T) {
 	})
 }
 
+// Promise 4: a FIN or REQ that was refused ended an earlier delivery. If nsqd delivers the message again before its
+// error is read, the new delivery is not touched by it.
+func TestRefusedAnswerIsNotAboutTheNextDelivery(t *testing.T) {
+	for _, command := range []string{"FIN", "REQ"} {
+		t.Run(command, func(t *testing.T) {
+			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+				held := make(heldMessages, 10)
+				r := consumeFrom(t, n, 1, held, nil)
+				id := n.publishN(1)[0]
+				m := held.next(t)
+				n.conn().sendError("E_" + command + "_FAILED " + command + " " + id + " failed ID not in flight")
+				synctest.Wait()
+				require.EqualValues(t, 1, r.Status().LateAnswers)
+				require.Equal(t, 1, r.Status().InFlight)
+				m.Finish()
+				synctest.Wait()
+				require.True(t, n.isFinished(id))
+			})
+		})
+	}
+}
+
 func TestRefusedFINsAreCounted(t *testing.T) {
 	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
 		n.set(func(b *fakeBehaviour) { b.failFIN = true })

@@ -96,6 +96,7 @@ type modelConn struct {
 	maxRDY     int64
 	subscribed bool
 	closing    bool      // CLS is written
+	again      int       // messages that came again while a write was stuck: answers to the first may wait behind it
 	raised     time.Time // when RDY was raised last
 	written    int64
 	last       int64 // RDY last sent, be it still being written
@@ -247,6 +248,9 @@ func (m *model) entry(e fakeEntry) {
 		delete(m.conns, e.Conn)
 	case e.Kind == entryMessage:
 		stray := int64(c.core())+1 > c.highest
+		if c.messages[e.ID] != nil && c.writing {
+			c.again++
+		}
 		c.messages[e.ID] = &modelMessage{sent: e.At, stray: stray, single: c.highest == 1 && !c.raised.Before(m.stepped)}
 		m.counts["messages"]++
 		if stray {
@@ -423,6 +427,8 @@ func (m *model) writeEnds(c *modelConn, lines []string, err error) {
 	c.ended = time.Now()
 	if c.began.Before(c.ended) {
 		c.decided = c.began
+	} else {
+		c.again = 0
 	}
 	if err != nil {
 		return // the connection ends
@@ -681,7 +687,14 @@ func (m *model) look() {
 		switch {
 		case c.writing:
 			// Answers that wait behind a stuck write are not written, however long nsqd has given up the messages.
-			free -= max(c.highest, int64(len(c.messages))) - max(c.highest, int64(c.open()))
+			// The same goes for a raise that was decided before anybody could know that the writer is stuck.
+			asked := int64(0)
+			for _, row := range status.NSQDs {
+				if row.Address == c.node.addr {
+					asked = row.RDY
+				}
+			}
+			free -= max(c.highest, asked, int64(len(c.messages)+c.again)) - max(c.highest, int64(c.open()))
 			stuck++
 			stuckOffered += c.highest
 		case c.subscribed && !c.closing:

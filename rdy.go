@@ -65,6 +65,7 @@ type rdyConn struct {
 type rdyView struct {
 	closing     bool      // CLS is queued: RDY has no meaning any more
 	written     int64     // RDY as last written, or just being written
+	taken       int64     // RDY that nsqd will know once the write that is going on is over
 	wanted      int64     // RDY as last asked for
 	unanswered  int64     // messages delivered, no answer written
 	peak        int64     // most unanswered messages since the last look at demand
@@ -316,7 +317,7 @@ func (r *rdyRules) release(now time.Time, live []*rdyConn) (changes []rdyChange,
 	over := -free
 	for _, c := range live {
 		rdy := min(c.target, c.wanted)
-		if unwritten := c.wanted - c.written; over > 0 && unwritten > 0 {
+		if unwritten := c.wanted - c.taken; over > 0 && unwritten > 0 {
 			// A raise that waits behind a stuck write: nsqd doesn't know of it, so it gives way to what others have.
 			rdy = min(rdy, c.wanted-min(over, unwritten))
 			over -= c.wanted - rdy

@@ -54,7 +54,7 @@ func (b *rdyBench) step() []rdyChange {
 			c.measured, c.peak, c.received = false, c.unanswered, 0
 		}
 		if b.writes {
-			c.written = c.wanted
+			c.written, c.taken = c.wanted, c.wanted
 		}
 	}
 	return changes
@@ -235,6 +235,24 @@ func TestARaiseThatIsNotWrittenGivesWayWhenTheBudgetShrinks(t *testing.T) {
 	require.Equal(t, []rdyChange{{stuck, 5}}, b.step(), "it is a raise for nsqd, so it is paid for")
 	busy.unanswered = 0
 	require.Equal(t, []rdyChange{{stuck, 6}}, b.step())
+}
+
+func TestARaiseBehindALoweringThatIsStuckGivesWayToo(t *testing.T) {
+	b := newRDYBench(4)
+	conns := b.addSettled(2)
+	stuck, other := conns[0], conns[1]
+	b.writes = false
+	b.setPhase(rdyHold, 1)
+	b.step()
+	stuck.taken = 0 // RDY 0 is being written
+	other.written, other.taken = 0, 0
+	b.setPhase(rdyNormal, 2)
+	require.Equal(t, []rdyChange{{stuck, 2}, {other, 2}}, b.step())
+	other.written, other.taken = 2, 2
+	b.message(other)
+	b.message(other)
+	b.setMaxInFlight(2)
+	require.Equal(t, []rdyChange{{stuck, 0}, {other, 1}}, b.step(), "RDY 2 would come when RDY 0 is written")
 }
 
 func TestARaiseThatWasTakenBackUnwrittenIsFreeBudget(t *testing.T) {
@@ -515,7 +533,7 @@ func TestStepNeverExceedsTheBudget(t *testing.T) {
 			for _, c := range b.conns {
 				switch random.IntN(6) {
 				case 0:
-					c.written = c.wanted
+					c.written, c.taken = c.wanted, c.wanted
 				case 1:
 					b.message(c)
 				case 2:

@@ -324,9 +324,9 @@ func TestStopGivesStragglersBack(t *testing.T) {
 				r := consumeFrom(t, n, 1, HandlerFunc(finishAll), func(cfg *Config) { cfg.MaxInFlight = 2 })
 				n.set(func(b *fakeBehaviour) { b.paused = true })
 				n.publishN(3)
+				behave(n)
 				begin := time.Now()
 				r.Stop()
-				behave(n)
 				n.set(func(b *fakeBehaviour) { b.paused = false })
 				<-r.StopChan
 				require.LessOrEqual(t, time.Since(begin), idleStop)

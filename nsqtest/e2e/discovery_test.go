@@ -2,6 +2,8 @@ package e2e
 
 import (
 	"errors"
+	"net/http"
+	"sync"
 	"testing"
 	"time"
 
@@ -201,6 +203,34 @@ func TestVanishedNSQD(t *testing.T) {
 	eventually(t, "the consumer has forgotten it", func() bool { return len(c.Status().NSQDs) == 0 })
 }
 
+// pollGate is an http.RoundTripper whose requests can be held up: nsqlookupd sets a tombstone without a lock, and while it does, it
+// must not be asked, or the race detector fails the test.
+type pollGate struct {
+	mu        sync.RWMutex
+	transport http.Transport
+}
+
+func (g *pollGate) RoundTrip(r *http.Request) (*http.Response, error) {
+	g.mu.RLock()
+	defer g.mu.RUnlock()
+	return g.transport.RoundTrip(r)
+}
+
+// gatePolls makes a consumer ask its nsqlookupds through a gate.
+func gatePolls(t *testing.T, c *nsq.Consumer) *pollGate {
+	g := &pollGate{}
+	c.SetLookupdHttpClient(&http.Client{Transport: g, Timeout: patience})
+	t.Cleanup(g.transport.CloseIdleConnections)
+	return g
+}
+
+func (g *pollGate) tombstone(t *testing.T, lookupd *nsqtest.NSQLookupd, nsqdHTTPAddr string) {
+	t.Helper()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	require.NoError(t, lookupd.Tombstone(topic, nsqdHTTPAddr))
+}
+
 // TestTombstone: an operator hides an nsqd, and its connections end; it is not connected to from memory, but when it is
 // listed again.
 func TestTombstone(t *testing.T) {
@@ -213,12 +243,13 @@ func TestTombstone(t *testing.T) {
 	l.publish(n, 10)
 	awaitListed(t, lookupd, 1)
 	c := newConsumer(t, newConfig(5), l.handler(nil))
+	gate := gatePolls(t, c)
 	require.NoError(t, c.ConnectToNSQLookupd(lookupd.HTTPAddr()))
 	l.awaitAll()
 	result, err := lookupd.Lookup(topic)
 	require.NoError(t, err)
 
-	require.NoError(t, lookupd.Tombstone(topic, result.Producers[0].HTTPAddr()))
+	gate.tombstone(t, lookupd, result.Producers[0].HTTPAddr())
 	awaitListed(t, lookupd, 0)
 	awaitPolls(t, c, 2)
 	require.Equal(t, 1, c.Stats().Connections, "a tombstone alone closes nothing")
@@ -237,11 +268,12 @@ func TestDeletedTopicStaysDeleted(t *testing.T) {
 	cl := startCluster(t)
 	l := newLedger(t)
 	c := newConsumer(t, newConfig(10), l.handler(nil))
+	gate := gatePolls(t, c)
 	require.NoError(t, c.ConnectToNSQLookupds(cl.lookupdAddrs()))
 	awaitConnected(t, c, cl.addrs()...)
 	n := cl.nsqds[0]
 	for _, lookupd := range cl.lookupds {
-		require.NoError(t, lookupd.Tombstone(topic, n.HTTPAddr()))
+		gate.tombstone(t, lookupd, n.HTTPAddr())
 	}
 	awaitListed(t, cl.lookupds[0], 1)
 	awaitPolls(t, c, 2) // no answer from before the tombstone is on its way
