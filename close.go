@@ -18,6 +18,10 @@ const (
 	hangUpBusy = time.Second
 
 	recently = time.Second // a connection over which a message came since then may have more on their way
+
+	// streaming is from how many messages after CLS on nsqd counts as busy, though nothing was unanswered: it was in the
+	// middle of sending. A straggler has been seen 30ms after CLOSE_WAIT then, on a machine with too much to do.
+	streaming = 8
 )
 
 // startClose queues CLS. It reports whether it did, which it does once, and whether messages are unanswered.
@@ -66,24 +70,27 @@ func (c *Conn) shutDown(ctx context.Context, busy bool) (left int) {
 		// Nothing was unanswered, and yet it is not idle: nsqd is still writing what it has for us.
 		seen = c.waitFor(ctx, c.waitSeen, closeWaitBusy)
 	}
+	if c.receivedSinceCLS() > streaming {
+		stragglers = stragglersBusy
+	}
 	if seen {
 		c.waitQuiet(ctx, stragglers)
 	}
 	if !c.waitSettled(ctx) || ctx.Err() != nil {
 		return 0
 	}
-	if c.receivedSinceCLS() {
+	if c.receivedSinceCLS() > 0 {
 		hangUp = hangUpBusy // nsqd has answers to read, and breaking off could lose them
 	}
 	c.hangUp(hangUp)
 	return 0
 }
 
-// receivedSinceCLS tells whether a message came after CLS was queued.
-func (c *Conn) receivedSinceCLS() bool {
+// receivedSinceCLS returns how many messages came after CLS was queued.
+func (c *Conn) receivedSinceCLS() uint64 {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.counts.received > c.clsReceived
+	return c.counts.received - c.clsReceived
 }
 
 // waitSettled waits until nothing is unanswered or unwritten. It returns false if the connection or ctx ended first.

@@ -83,6 +83,7 @@ func (s *splitReader) Read(p []byte) (int, error) {
 }
 
 func TestFrameReaderAnySegmentation(t *testing.T) {
+	t.Parallel()
 	rnd := rand.New(rand.NewPCG(1, 2))
 	sizes := []int{0, 1, 2, 30, 134, 4087, 4088, 4089, 16383, largeFrame, largeFrame + 1, 65527, 65528, 65529, 65536, 65537, 200000, 1 << 20}
 	for round := range 60 {

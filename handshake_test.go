@@ -153,6 +153,7 @@ func TestHandshakeClosed(t *testing.T) {
 
 // Promises 13 and 14: bytes that no nsqd sends.
 func TestHandshakeGarbage(t *testing.T) {
+	t.Parallel()
 	frame := func(frameType int32, data string) []byte { return fakeFrame(frameType, []byte(data)) }
 	isSize := func(size int64) func(error) bool {
 		return func(err error) bool {

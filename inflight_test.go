@@ -176,6 +176,7 @@ func (x *tableTest) compare(ids uint64) {
 }
 
 func TestInFlightTableAgainstAMap(t *testing.T) {
+	t.Parallel()
 	const ids = 200
 	for seed := range uint64(4) {
 		x := newTableTest(t, seed)

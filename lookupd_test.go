@@ -320,6 +320,7 @@ func vanishing(t *testing.T, tune func(cfg *Config)) (r *Consumer, lookupds *fak
 }
 
 func TestVanishedNSQDIsClosedAfterThreeGoodPolls(t *testing.T) {
+	t.Parallel()
 	type env struct {
 		lookupds *fakeLookupds
 		cluster  *fakeCluster

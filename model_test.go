@@ -28,6 +28,7 @@ var (
 )
 
 func TestModel(t *testing.T) {
+	t.Parallel()
 	seed := *modelSeed
 	if seed == 0 {
 		seed = rand.Uint64N(1e9)

@@ -91,6 +91,7 @@ func TestLostConnectionIsMadeAgain(t *testing.T) {
 }
 
 func TestReconnectingGoesOnForEver(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		n := newFakeNSQD(t)
 		r := newDirectConsumer(t, n.cluster, nil)
@@ -119,6 +120,7 @@ func TestReconnectingGoesOnForEver(t *testing.T) {
 }
 
 func TestConnectionThatDiesAtOnceDoesNotResetTheDelay(t *testing.T) {
+	t.Parallel()
 	synctest.Test(t, func(t *testing.T) {
 		n := newFakeNSQD(t)
 		r := newDirectConsumer(t, n.cluster, nil)

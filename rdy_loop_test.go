@@ -413,6 +413,7 @@ func TestChangeMaxInFlight(t *testing.T) {
 }
 
 func TestRDYIsSentOnlyWhenItChanges(t *testing.T) {
+	t.Parallel()
 	inRDYBubble(t, 3, 30, nil, func(t *testing.T, g *rdyRig) {
 		g.r.AddConcurrentHandlers(finishing(time.Millisecond), 10)
 		for _, n := range g.nodes {
@@ -492,6 +493,7 @@ func rdyTurns(t *testing.T, n, maxInFlight int, tune func(cfg *Config), do func(
 }
 
 func TestAMessageOnAnyOfManyNodesIsHandledSoon(t *testing.T) {
+	t.Parallel()
 	rdyTurns(t, 20, 1, nil, func(t *testing.T, g *rdyRig) {
 		random := rand.New(rand.NewPCG(7, 8))
 		for range 25 {
@@ -508,6 +510,7 @@ func TestAMessageOnAnyOfManyNodesIsHandledSoon(t *testing.T) {
 }
 
 func TestBusyNodesGetTheirTurns(t *testing.T) {
+	t.Parallel()
 	tests := map[string]struct{ nodes, maxInFlight int }{
 		"1 for 2": {2, 1},
 		"2 for 5": {5, 2},
@@ -552,6 +555,7 @@ func TestBusyNodesGetTheirTurns(t *testing.T) {
 }
 
 func TestTurnsNeedFewCommands(t *testing.T) {
+	t.Parallel()
 	for _, busy := range []int{0, 5, 20} {
 		rdyTurns(t, 20, 2, nil, func(t *testing.T, g *rdyRig) {
 			for _, n := range g.nodes[:busy] {
@@ -645,6 +649,7 @@ func TestRaisesWaitForUnansweredMessagesOnTheWire(t *testing.T) {
 }
 
 func TestManyConnectsNeedFewCommands(t *testing.T) {
+	t.Parallel()
 	const n = 200
 	inRDYBubble(t, n, 1000, nil, func(t *testing.T, g *rdyRig) {
 		g.r.AddHandler(finishing(0))
@@ -857,6 +862,7 @@ func TestNoProbeWhereAHigherRDYIsStillKnown(t *testing.T) {
 }
 
 func TestBackoffOffNeverLowersRDY(t *testing.T) {
+	t.Parallel()
 	tune := func(cfg *Config) { cfg.MaxBackoffDuration = 0 }
 	inRDYBubble(t, 2, 10, tune, func(t *testing.T, g *rdyRig) {
 		g.r.AddConcurrentHandlers(HandlerFunc(func(m *Message) error {
@@ -918,6 +924,7 @@ func TestRecoveryGivesTheFullBudget(t *testing.T) {
 }
 
 func TestRecoveryAfterManyFailuresIsBounded(t *testing.T) {
+	t.Parallel()
 	tune := func(cfg *Config) { // levels 1 to 5
 		rdyFastBackoff(cfg)
 		cfg.MaxBackoffDuration = 400 * time.Millisecond

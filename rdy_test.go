@@ -350,6 +350,7 @@ func TestEverybodyBusyMeansEvenShares(t *testing.T) {
 }
 
 func TestTurnsGoRoundIdleConnections(t *testing.T) {
+	t.Parallel()
 	for _, slots := range []int64{1, 2, 3, 7} {
 		b := newRDYBench(slots)
 		conns := b.addSettled(20)

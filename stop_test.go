@@ -343,6 +343,7 @@ func TestStopGivesStragglersBack(t *testing.T) {
 
 // Promise 17 on a busy topic: whenever it stops, nothing is in flight and nothing is lost.
 func TestStopOnABusyTopicLeavesNothingInFlight(t *testing.T) {
+	t.Parallel()
 	for name, layers := range map[string]bool{"in clear": false, "through TLS and deflate": true} {
 		t.Run(name, func(t *testing.T) {
 			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
@@ -710,6 +711,7 @@ func TestConnectionLostWhileStopping(t *testing.T) {
 
 // Promises 17 and 18: any public call at any time, with the network in trouble: no panic, no deadlock, nothing left.
 func TestStopConcurrentlyWithEverything(t *testing.T) {
+	t.Parallel()
 	for seed := range uint64(12) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

@@ -50,6 +50,7 @@ func randomBodies(rng *rand.Rand, count, largest int) []string {
 
 // Promise 15.
 func TestLayersAtEverySegmentation(t *testing.T) {
+	t.Parallel()
 	for stack, layers := range layerStacks {
 		for segments, test := range map[string]struct{ segment, count, largest int }{
 			"a frame at a time":     {0, 8, 70 << 10},
@@ -141,6 +142,7 @@ func TestLayersOverTCP(t *testing.T) {
 
 // Commands that are larger than what is written under one deadline pass all layers whole.
 func TestLargeWritesPassAllLayers(t *testing.T) {
+	t.Parallel()
 	for stack, layers := range layerStacks {
 		t.Run(stack, func(t *testing.T) {
 			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
