@@ -1,6 +1,9 @@
 package nsq
 
-import "time"
+import (
+	"runtime/debug"
+	"time"
+)
 
 // backoff says when a consumer holds back after failed messages. It is a value without goroutine, clock or lock:
 // rdyLoop, its one user, tells it what happened and when.
@@ -27,6 +30,26 @@ type backoff struct {
 	period uint64
 }
 
+// maxBackoffLevel bounds the way back for strategies whose pauses don't grow to Config.MaxBackoffDuration. Those of the
+// exponential one do at level 31 at the latest, from a multiplier of a microsecond to an hour.
+const maxBackoffLevel = 32
+
+// containedStrategy is a user's strategy whose panics don't end the process. It makes no pause then.
+type containedStrategy struct {
+	BackoffStrategy
+	log *loggers
+}
+
+func (s containedStrategy) Calculate(attempt int) (d time.Duration) {
+	defer func() {
+		if p := recover(); p != nil {
+			s.log.logf(LogLevelError, "BackoffStrategy panicked (%v)\n%s", p, debug.Stack())
+			d = 0
+		}
+	}()
+	return s.BackoffStrategy.Calculate(attempt)
+}
+
 // enabled tells whether failures can have an effect at all.
 func (b *backoff) enabled() bool { return b.maxDuration > 0 }
 
@@ -47,7 +70,7 @@ func (b *backoff) failed(now time.Time, period uint64) bool {
 		return false
 	}
 	// At the ceiling the level stays, so that the way back is never longer than the way up.
-	if d := b.strategy.Calculate(b.level + 1); d <= b.maxDuration {
+	if d := b.strategy.Calculate(b.level + 1); d <= b.maxDuration && b.level < maxBackoffLevel {
 		b.level++
 		b.wait(now, d)
 		return true

@@ -207,3 +207,25 @@ func TestBackoffKeepsStrategiesWithinBounds(t *testing.T) {
 		})
 	}
 }
+
+// A strategy whose pauses stay short lets the level rise, but not without end: each level is a probe on the way back.
+func TestLevelIsBoundedWhateverTheStrategy(t *testing.T) {
+	b := backoff{strategy: constantStrategy(time.Millisecond), maxDuration: time.Minute}
+	now := time.Unix(1, 0)
+	for range 1000 {
+		b.failed(now, b.period)
+		now = b.until
+		b.tick(now)
+	}
+	require.Equal(t, maxBackoffLevel, b.level)
+	for probes := 0; b.active(); probes++ {
+		require.LessOrEqual(t, probes, maxBackoffLevel)
+		b.succeeded(now, b.period)
+		now = b.until
+		b.tick(now)
+	}
+}
+
+type constantStrategy time.Duration
+
+func (s constantStrategy) Calculate(int) time.Duration { return time.Duration(s) }

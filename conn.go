@@ -77,6 +77,7 @@ type Conn struct {
 	takenRDY    int64      // last taken by writeLoop
 	writtenRDY  int64      // last written
 	highestRDY  int64
+	allowed     int64 // RDY that a program sent last, by WriteCommand
 	clsQueued   bool
 	clsReceived uint64       // messages when it was queued
 	waiters     []chan error // of WriteCommand, for what is in out

@@ -54,6 +54,10 @@ type delegateOwner struct{ delegate ConnDelegate }
 
 func (o *delegateOwner) received(c *Conn, ms []*Message) {
 	for _, m := range ms {
+		if c.IsClosing() { // it was on its way
+			c.giveBack(m)
+			continue
+		}
 		m.delivery.state.run()
 		if o.delegate != nil {
 			o.delegate.OnMessage(c, m)
@@ -150,36 +154,52 @@ func (c *Conn) Connect() (*IdentifyResponse, error) {
 	return resp, nil
 }
 
-// Close closes the connection: at once if no message is unanswered, else when the last one is answered. It does not
-// wait for that, and may be called at any time. It breaks off a Connect that is under way. The error is always nil.
+// Close closes the connection: at once if no message is unanswered, else when the last one is answered or has expired.
+// No new ones are delivered meanwhile: what still comes goes back to nsqd. Close does not wait, and may be called at any
+// time. It breaks off a Connect that is under way. The error is always nil.
 func (c *Conn) Close() error {
 	c.closing.Store(true)
 	c.mu.Lock()
 	begun := !c.since.IsZero()
+	if begun && c.allowed > 0 && !c.ended {
+		c.out = appendReady(c.out, 0) // messages come otherwise, and Close would never be done
+	}
 	c.mu.Unlock()
 	if !begun {
 		c.end(nil)
 		return nil
 	}
-	c.settle()
+	c.signal()
+	select {
+	case c.settled <- struct{}{}:
+	default:
+	}
 	return nil
 }
 
-// closeWhenSettled ends a connection after Close.
+// closeWhenSettled ends a connection after Close. Messages that nobody answers hold it up until they expire.
 func (c *Conn) closeWhenSettled() {
+	var expiry <-chan time.Time
 	for {
 		select {
-		case <-c.settled:
+		case <-c.settled: // or Close was called
+		case <-expiry:
 		case <-c.done:
 			return
 		}
+		c.expire(monotonic())
 		c.mu.Lock()
-		busy := len(c.out) > 0 || c.writing
+		busy := c.table.live > 0 || len(c.out) > 0 || c.writing
+		deadline := c.table.nextDeadline()
 		c.mu.Unlock()
 		if !busy {
 			c.hangUp(hangUpBusy)
 			c.end(nil)
 			return
+		}
+		expiry = nil
+		if deadline != 0 {
+			expiry = time.After(time.Until(instant(deadline)))
 		}
 	}
 }
@@ -246,10 +266,15 @@ func (c *Conn) Write(p []byte) (int, error) {
 // Config.WriteTimeout at most. It may be called from many goroutines. A failure ends the connection and is reported to
 // OnIOError too. Without a connection it returns ErrNotConnected.
 func (c *Conn) WriteCommand(cmd *Command) error {
-	if string(cmd.Name) == "RDY" && len(cmd.Params) == 1 {
-		if n, err := strconv.ParseInt(string(cmd.Params[0]), 10, 64); err == nil {
-			c.allow(n)
+	switch string(cmd.Name) {
+	case "RDY":
+		if len(cmd.Params) == 1 {
+			if n, err := strconv.ParseInt(string(cmd.Params[0]), 10, 64); err == nil {
+				c.allow(n)
+			}
 		}
+	case "CLS":
+		c.allow(0)
 	}
 	return c.writeAndWait(func(out []byte) []byte { return appendCommand(out, cmd) })
 }
@@ -262,6 +287,7 @@ func (c *Conn) Flush() error {
 // allow notes that a program asks for so many messages itself.
 func (c *Conn) allow(rdy int64) {
 	c.mu.Lock()
+	c.allowed = rdy
 	c.highestRDY = max(c.highestRDY, rdy)
 	c.mu.Unlock()
 }

@@ -1,6 +1,7 @@
 package nsq
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -36,6 +37,7 @@ type Consumer struct {
 	failedHere   recentIDs
 	lateGate     sharedGate
 	expiredGate  sharedGate
+	leftOutGate  sharedGate
 
 	events        chan rdyEvent // to rdyLoop, which never waits for those who send
 	pokes         chan struct{} // size 1: rdyLoop shall look at the connections
@@ -92,6 +94,7 @@ func NewConsumer(topic string, channel string, config *Config) (*Consumer, error
 		config:       config.clone(),
 		log:          consumerLoggers(nextInstance(), topic, channel),
 		inbox:        newInbox(),
+		leftOutGate:  sharedGate{interval: 10 * time.Minute},
 		handlersDone: make(chan struct{}),
 		events:       make(chan rdyEvent, 64),
 		pokes:        make(chan struct{}, 1),
@@ -324,8 +327,10 @@ func alsoSuppressed(n int) string {
 	return fmt.Sprintf(" (and %d more like this)", n)
 }
 
-// sharedGate limits log lines of a kind to one a second.
+// sharedGate limits log lines of a kind to one per interval, a second if that is 0.
 type sharedGate struct {
+	interval time.Duration
+
 	mu   sync.Mutex // guards gate
 	gate logGate
 }
@@ -333,6 +338,6 @@ type sharedGate struct {
 func (g *sharedGate) allow(now time.Time) (bool, int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.gate.interval = time.Second
+	g.gate.interval = cmp.Or(g.interval, time.Second)
 	return g.gate.allow(now)
 }

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"runtime/debug"
 	"strings"
 	"time"
 )
@@ -98,6 +99,11 @@ func (c *Conn) dialUser(ctx context.Context, network, address string) (net.Conn,
 	}
 	done := make(chan result, 1)
 	go func() {
+		defer func() {
+			if p := recover(); p != nil {
+				done <- result{nil, fmt.Errorf("nsq: Config.Dial panicked: %v\n%s", p, debug.Stack())}
+			}
+		}()
 		nc, err := c.config.Dial(ctx, network, address)
 		if nc == nil && err == nil {
 			err = errors.New("nsq: Config.Dial returned neither a connection nor an error")

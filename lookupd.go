@@ -84,6 +84,7 @@ type lookupd struct {
 	asking   bool          // a query is under way
 	askedAt  time.Time     // the last one
 	everAsk  bool
+	skipped  int      // producers in the last answer that could not be dialled; owned by lookupdLoop
 	listed   []string // by the last good answer
 	since    time.Time
 	lastOK   time.Time
@@ -191,7 +192,7 @@ func (r *Consumer) connecting() (tried []chan struct{}) {
 	defer r.mu.Unlock()
 	for _, n := range r.nodes {
 		if n.tried != nil {
-			tried = append(tried, n.tried)
+			tried = append(tried, n.tried.over)
 		}
 	}
 	return tried
@@ -362,12 +363,22 @@ func (r *Consumer) askLocked(l *lookupd, round *lookupRound) {
 			ctx, cancel = context.WithTimeout(ctx, d)
 			defer cancel()
 		}
-		answer, err := queryLookupd(ctx, client, l.url, r.topic, secret)
+		answer, err := r.query(ctx, client, l.url, secret)
 		select {
 		case r.lookups.results <- lookupResult{l, answer, err}:
 		case <-r.ctx.Done():
 		}
 	})
+}
+
+// query is queryLookupd, but the user's http.Client may panic.
+func (r *Consumer) query(ctx context.Context, client *http.Client, u *url.URL, secret string) (answer lookupAnswer, err error) {
+	defer func() {
+		if p := recover(); p != nil {
+			answer, err = lookupAnswer{}, fmt.Errorf("nsq: the http.Client panicked: %v\n%s", p, debug.Stack())
+		}
+	}()
+	return queryLookupd(ctx, client, u, r.topic, secret)
 }
 
 // applyLookup takes one answer: what it lists is connected at once, whatever the others do.
@@ -399,9 +410,10 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 	case !good:
 		r.logLookupFailure(l, res.err, failures)
 	}
-	if n := res.answer.skipped; n > 0 {
+	if n := res.answer.skipped; n > 0 && n != l.skipped {
 		r.log.logf(LogLevelWarning, "nsqlookupd %s lists %d nsqds that can't be dialled: %s", lookupdName(l.url), n, res.answer.reason)
 	}
+	l.skipped = res.answer.skipped
 	if good {
 		wanted, ok := r.filtered(res.answer.addrs)
 		r.connectTo(wanted)
@@ -444,7 +456,9 @@ func (r *Consumer) filtered(addresses []string) (wanted []string, ok bool) {
 	}
 	for _, addr := range addresses {
 		if _, _, err := parseNSQDAddress(addr); err != nil {
-			r.log.logf(LogLevelWarning, "discovered address left out: %s", err)
+			if ok, more := r.leftOutGate.allow(time.Now()); ok {
+				r.log.logf(LogLevelWarning, "discovered address left out: %s%s", err, alsoSuppressed(more))
+			}
 			continue
 		}
 		wanted = append(wanted, addr)

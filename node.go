@@ -61,13 +61,19 @@ type node struct {
 	failures      int           // connects that failed, or connections that died at once, in a row
 	failing       time.Time     // when the first of them was over
 	nextTry       time.Time     // of state NodeWaiting
-	tried         chan struct{} // closed when the current connect is over; nil: nobody waits for one
+	tried         *attempt      // the current connect, if somebody waits for it
 	nudge         chan struct{} // size 1: try now
 	gate          logGate
 
 	// Discovery, see lookupdLoop.
 	missing      int       // good polls in a row that did not list it
 	missingSince time.Time // the first of them
+}
+
+// attempt is a connect that somebody waits for.
+type attempt struct {
+	over chan struct{} // closed when it has succeeded or failed
+	err  error         // set before; what becomes of the connection later is another matter
 }
 
 func (n *node) setState(s NodeState) { n.state, n.since = s, time.Now() }
@@ -105,18 +111,8 @@ func (r *Consumer) ConnectToNSQD(addr string) error {
 	tried := r.tryLocked(n)
 	r.mu.Unlock()
 
-	<-tried // serve ends the attempt when the consumer stops or the node is dropped
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	switch {
-	case r.stopping:
-		return errConsumerStopped
-	case n.state == NodeConnected:
-		return nil
-	case n.lastErr == nil: // lost again already
-		return ErrConnectionLost
-	}
-	return n.lastErr
+	<-tried.over // serve sees to it when the consumer stops or the node is dropped
+	return tried.err
 }
 
 // ConnectToNSQDs connects to all the addresses, at the same time, and waits for them like ConnectToNSQD. A single error
@@ -187,11 +183,11 @@ func (r *Consumer) addNodeLocked(addr string) *node {
 	return n
 }
 
-// tryLocked has a connect made now, and returns a channel that is closed when it has succeeded or failed. The node is
+// tryLocked has a connect made now. The node is
 // neither connected nor connecting.
-func (r *Consumer) tryLocked(n *node) <-chan struct{} {
+func (r *Consumer) tryLocked(n *node) *attempt {
 	n.setState(NodeConnecting)
-	tried := make(chan struct{})
+	tried := &attempt{over: make(chan struct{})}
 	n.tried = tried
 	if n.serving { // between two connects
 		select {
@@ -251,9 +247,9 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 	}()
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	defer n.endTry()
-	if err == nil && n.ctx.Err() != nil {
-		// Dropped or stopped in the last moment: nobody else knows of the connection, so nobody else would close it.
+	defer func() { n.endTry(err) }()
+	if n.ctx.Err() != nil {
+		// Dropped or stopped, be it in the last moment: nobody else knows of the connection, so nobody else would close it.
 		err = context.Cause(n.ctx)
 	}
 	n.lastErr = err
@@ -269,10 +265,11 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 	return c, nil
 }
 
-// endTry tells those who wait for a connect that it is over.
-func (n *node) endTry() {
+// endTry tells those who wait for a connect how it went.
+func (n *node) endTry(err error) {
 	if n.tried != nil {
-		close(n.tried)
+		n.tried.err = err
+		close(n.tried.over)
 		n.tried = nil
 	}
 }
@@ -317,7 +314,7 @@ func (r *Consumer) afterConn(n *node, c *Conn, err error) (delay time.Duration, 
 	defer r.mu.Unlock()
 	if n.ctx.Err() != nil {
 		n.serving = false
-		n.endTry()
+		n.endTry(context.Cause(n.ctx))
 		return 0, false
 	}
 	if c != nil && c.wasUseful() {

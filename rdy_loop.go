@@ -52,7 +52,7 @@ func (r *Consumer) rdyLoop(concurrency int) {
 			turnBusy:    r.config.turnBusy(),
 			interval:    r.config.RDYRedistributeInterval,
 		},
-		backoff: backoff{strategy: r.config.backoffStrategy(), maxDuration: r.config.MaxBackoffDuration},
+		backoff: backoff{strategy: containedStrategy{r.config.backoffStrategy(), r.log}, maxDuration: r.config.MaxBackoffDuration},
 		byConn:  make(map[*Conn]*rdyConn),
 	}
 	timer := time.NewTimer(time.Hour)

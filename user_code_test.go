@@ -1,0 +1,106 @@
+package nsq
+
+import (
+	"context"
+	"errors"
+	"net"
+	"net/http"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+type panickingStrategy struct{}
+
+func (panickingStrategy) Calculate(int) time.Duration { panic("no idea") }
+
+type panickingTransport struct{}
+
+func (panickingTransport) RoundTrip(*http.Request) (*http.Response, error) { panic("no network") }
+
+// Promise 18: what the user hands in may panic, the process lives, and goes on.
+func TestUserCodeThatPanics(t *testing.T) {
+	t.Run("BackoffStrategy", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+				cfg.BackoffStrategy = panickingStrategy{}
+				cfg.DefaultRequeueDelay = 0
+			})
+			r.AddHandler(HandlerFunc(func(m *Message) error {
+				if m.Attempts == 1 {
+					return errors.New("not yet")
+				}
+				return nil
+			}))
+			require.NoError(t, r.ConnectToNSQD(n.addr))
+			id := n.publishN(1)[0]
+			n.cluster.waitUntil(func() bool { return n.isFinished(id) })
+			stopConsumer(t, r, time.Second)
+		})
+	})
+	t.Run("Dial", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			r := newTestConsumer(t, newFakeCluster(t), func(cfg *Config) {
+				cfg.Dial = func(context.Context, string, string) (net.Conn, error) { panic("no proxy") }
+			})
+			r.AddHandler(HandlerFunc(func(*Message) error { return nil }))
+			require.ErrorContains(t, r.ConnectToNSQD("nsqd-1:4150"), "no proxy")
+			stopConsumer(t, r, time.Second)
+		})
+	})
+	t.Run("RoundTripper", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			r := newTestConsumer(t, newFakeCluster(t), nil)
+			r.AddHandler(HandlerFunc(func(*Message) error { return nil }))
+			r.SetLookupdHttpClient(&http.Client{Transport: panickingTransport{}})
+			require.NoError(t, r.ConnectToNSQLookupd("lookupd:4161"))
+			require.ErrorContains(t, r.Status().NSQLookupds[0].LastError, "no network")
+			stopConsumer(t, r, time.Second)
+		})
+	})
+}
+
+// A connect that succeeded is no error, whatever becomes of the connection a moment later: it will be made again.
+func TestConnectThatIsLostAtOnceHasSucceeded(t *testing.T) {
+	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+		n.set(func(b *fakeBehaviour) {
+			b.afterCommand = func(c *fakeConn, line string) {
+				if line == "SUB t c" {
+					c.close()
+				}
+			}
+		})
+		r := newTestConsumer(t, n.cluster, nil)
+		r.AddHandler(HandlerFunc(func(*Message) error { return nil }))
+		for range 20 {
+			require.NoError(t, r.ConnectToNSQD(n.addr))
+			require.NoError(t, r.DisconnectFromNSQD(n.addr))
+		}
+		stopConsumer(t, r, time.Second)
+	})
+}
+
+// A Conn that is being closed takes no more messages, and closes although one is never answered.
+func TestConnClosesInTheMiddleOfAStream(t *testing.T) {
+	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+		n.set(func(b *fakeBehaviour) { b.msgTimeout = 5 * time.Second })
+		cfg := NewConfig()
+		cfg.Dial = n.cluster.Dial
+		c := NewConn(n.addr, cfg, nil)
+		c.SetLogger(nil, LogLevelError, "")
+		_, err := c.Connect()
+		require.NoError(t, err)
+		require.NoError(t, c.WriteCommand(Subscribe("t", "c")))
+		require.NoError(t, c.WriteCommand(Ready(2)))
+		n.publishN(10)
+		synctest.Wait()
+		require.NoError(t, c.Close())
+		synctest.Wait()
+		require.Equal(t, []string{"IDENTIFY", "SUB t c", "RDY 2", "RDY 0"}, n.commands())
+		time.Sleep(6 * time.Second)
+		synctest.Wait()
+		require.Zero(t, n.cluster.openConns())
+	})
+}
