@@ -99,26 +99,6 @@ func (f *fakeLookupds) asked(addr string) (found []fakeLookupRequest) {
 	return found
 }
 
-// waitAsked waits until n requests have come to the host. It is for the test's own goroutine.
-func (f *fakeLookupds) waitAsked(addr string, n int) []fakeLookupRequest {
-	f.t.Helper()
-	timeout := time.NewTimer(time.Hour)
-	defer timeout.Stop()
-	for {
-		f.mu.Lock()
-		changed := f.changed
-		f.mu.Unlock()
-		if found := f.asked(addr); len(found) >= n {
-			return found
-		}
-		select {
-		case <-changed:
-		case <-timeout.C:
-			f.t.Fatalf("fake nsqlookupd %s: waited in vain for request %d", addr, n)
-		}
-	}
-}
-
 // respond sets what becomes of a request.
 func (l *fakeLookupd) respond(answer func(ctx context.Context) (*http.Response, error)) {
 	l.all.mu.Lock()

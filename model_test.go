@@ -81,12 +81,11 @@ type model struct {
 	probingSince time.Time // by the looks after steps
 	stepsSeen    int       // of backoff, at the last look
 
-	mu       sync.Mutex // guards the fields below
-	choice   *rand.Rand // of handlers
-	failing  float64
-	holding  float64
-	slow     time.Duration
-	handling int
+	mu      sync.Mutex // guards the fields below
+	choice  *rand.Rand // of handlers
+	failing float64
+	holding float64
+	slow    time.Duration
 }
 
 // modelConn is a connection as seen from the client's end.

@@ -615,8 +615,7 @@ func TestShutdownHastensStop(t *testing.T) {
 
 func TestStopFromAHandler(t *testing.T) {
 	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
-		var r *Consumer
-		r = newTestConsumer(t, n.cluster, nil)
+		r := newTestConsumer(t, n.cluster, nil)
 		r.AddHandler(HandlerFunc(func(*Message) error { r.Stop(); return nil }))
 		require.NoError(t, r.ConnectToNSQD(n.addr))
 		n.publishN(2)
