@@ -7,6 +7,7 @@ import (
 	"errors"
 	"flag"
 	"fmt"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"os"
@@ -95,9 +96,10 @@ type modelConn struct {
 	half       *fakeHalf // what the client writes to
 	maxRDY     int64
 	subscribed bool
-	closing    bool      // CLS is written
-	again      int       // messages that came again while a write was stuck: answers to the first may wait behind it
-	raised     time.Time // when RDY was raised last
+	closing    bool                     // CLS is written
+	answering  map[string]*modelMessage // the messages when the present write began
+	again      int                      // messages that came again while a write was stuck: answers to the first may wait behind it
+	raised     time.Time                // when RDY was raised last
 	written    int64
 	last       int64 // RDY last sent, be it still being written
 	highest    int64 // of written and what is being written
@@ -395,6 +397,7 @@ func (m *model) writeBegins(c *modelConn, lines []string) {
 		c.decided = now
 	} // else: it may have been decided while the write before was stuck
 	c.writing, c.began = true, now
+	c.answering = maps.Clone(c.messages)
 	for _, line := range lines {
 		switch command, arg, _ := strings.Cut(line, " "); command {
 		case "RDY":
@@ -443,8 +446,11 @@ func (m *model) writeEnds(c *modelConn, lines []string, err error) {
 			c.closing = true
 			c.setWritten(0)
 		case "FIN", "REQ":
+			// After REQ 0 nsqd may have sent the message again before the write was over: that delivery stays.
 			id, _, _ := strings.Cut(arg, " ")
-			delete(c.messages, id)
+			if c.messages[id] == c.answering[id] {
+				delete(c.messages, id)
+			}
 			m.counts[command]++
 		}
 	}
