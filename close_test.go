@@ -11,25 +11,34 @@ import (
 // Nothing is unanswered when Stop is called, but the connection was busy a moment ago, and nsqd is slow. What it has on the way
 // is given back, and nsqd has read that when StopChan closes.
 func TestStopBetweenTwoMessages(t *testing.T) {
-	for name, stragglers := range map[string]func(t *testing.T, n *fakeNSQD){
-		"that come long before CLOSE_WAIT": func(t *testing.T, n *fakeNSQD) {
-			n.at("CLS", fakeStep{delay: 300 * time.Millisecond})
-			time.Sleep(150 * time.Millisecond)
-			n.publishN(5)
+	for name, test := range map[string]struct {
+		slow       func(n *fakeNSQD) // before Stop
+		stragglers func(t *testing.T, n *fakeNSQD)
+	}{
+		"that come long before CLOSE_WAIT": {
+			slow: func(n *fakeNSQD) { n.at("CLS", fakeStep{delay: 300 * time.Millisecond}) },
+			stragglers: func(t *testing.T, n *fakeNSQD) {
+				time.Sleep(150 * time.Millisecond)
+				n.publishN(5)
+			},
 		},
-		"that come behind CLOSE_WAIT, and answers are read late": func(t *testing.T, n *fakeNSQD) {
-			n.set(func(b *fakeBehaviour) {
-				b.readDelay = 60 * time.Millisecond
-				b.stragglers = 2
-			})
-			n.publishN(5)
+		"that come behind CLOSE_WAIT, and answers are read late": {
+			slow: func(n *fakeNSQD) {
+				n.set(func(b *fakeBehaviour) {
+					b.readDelay = 60 * time.Millisecond
+					b.stragglers = 2
+				})
+			},
+			stragglers: func(t *testing.T, n *fakeNSQD) { n.publishN(5) },
 		},
-		"of many, the last one long after CLOSE_WAIT": func(t *testing.T, n *fakeNSQD) {
-			n.at("CLS", fakeStep{delay: 10 * time.Millisecond})
-			n.publishN(15)
-			time.Sleep(150 * time.Millisecond)
-			require.Equal(t, 1, n.cluster.openConns(), "it is still listened to")
-			n.conn().deliver(1)
+		"of many, the last one long after CLOSE_WAIT": {
+			slow: func(n *fakeNSQD) { n.at("CLS", fakeStep{delay: 10 * time.Millisecond}) },
+			stragglers: func(t *testing.T, n *fakeNSQD) {
+				n.publishN(15)
+				time.Sleep(150 * time.Millisecond)
+				require.Equal(t, 1, n.cluster.openConns(), "it is still listened to")
+				n.conn().deliver(1)
+			},
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -39,8 +48,9 @@ func TestStopBetweenTwoMessages(t *testing.T) {
 				synctest.Wait()
 				require.Equal(t, 10, n.stats().Finished)
 				require.Zero(t, n.stats().InFlight)
+				test.slow(n)
 				r.Stop()
-				stragglers(t, n)
+				test.stragglers(t, n)
 				<-r.StopChan
 				stats := n.stats()
 				require.Zero(t, stats.InFlight)
