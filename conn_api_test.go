@@ -141,6 +141,7 @@ func TestConnByItself(t *testing.T) {
 		first.Touch()
 		first.Finish()
 		first.Finish()
+		synctest.Wait()
 		d.message(t, 1).Requeue(0)
 		synctest.Wait()
 		d.message(t, 2).RequeueWithoutBackoff(time.Second)
@@ -160,8 +161,8 @@ func TestConnByItself(t *testing.T) {
 			"NOP", "FIN " + ids[1], "CLS",
 		}, n.commands())
 		require.Equal(t, []string{
-			"response OK", "message 1", "message 2", "finished 1", "resume", "requeued 2", "backoff",
-			"message 3", "message 2", "requeued 3", "continue", "heartbeat",
+			"response OK", "message 1", "message 2", "finished 1", "resume", "message 3",
+			"requeued 2", "backoff", "message 2", "requeued 3", "continue", "heartbeat",
 			"error E_FIN_FAILED FIN 00000000000000ff failed ID not in flight", "finished 2", "resume",
 			"response CLOSE_WAIT", "close",
 		}, d.all())
