@@ -156,6 +156,7 @@ func TestAnswerGoesOnceToTheWire(t *testing.T) {
 		r := consumeFrom(t, n, 3, handler, nil)
 		ids := n.publishN(messages)
 		n.cluster.waitUntil(func() bool { return n.stats().Finished == messages })
+		synctest.Wait() // handlers have begun all that races
 		racing.Wait()
 		synctest.Wait()
 
@@ -197,6 +198,7 @@ func TestAnswerGoesOnceToTheWireInBackoff(t *testing.T) {
 		})
 		n.publishN(20)
 		n.cluster.waitUntil(func() bool { return n.stats().Finished == 20 })
+		synctest.Wait() // handlers have begun all that races
 		racing.Wait()
 		synctest.Wait()
 		require.Equal(t, n.stats().Delivered, n.stats().Finished+n.stats().Requeued)
