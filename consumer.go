@@ -135,7 +135,7 @@ func (r *Consumer) AddConcurrentHandlers(handler Handler, concurrency int) {
 	}
 }
 
-// ready makes the checks that all Connect calls begin with, and starts what serves connections.
+// readyLocked makes the checks that all Connect calls begin with.
 func (r *Consumer) readyLocked() error {
 	switch {
 	case r.stopping:
