@@ -347,24 +347,44 @@ func (tr *tree) apply(changes []change) (undo func(), err error) {
 			}
 		}
 	}
-	for _, c := range changes {
-		path := filepath.Join(tr.root, c.file)
-		data, err := os.ReadFile(path)
-		if err != nil {
-			return undo, err
-		}
-		if _, ok := before[path]; !ok {
-			before[path] = data
-		}
-		changed, err := c.apply(string(data))
-		if err != nil {
-			return undo, err
-		}
-		if err := os.WriteFile(path, []byte(changed), 0o644); err != nil {
+	changed, err := changedFiles(tr.root, changes)
+	if err != nil {
+		return undo, err
+	}
+	for path, f := range changed {
+		before[path] = f.before
+		if err := os.WriteFile(path, []byte(f.after), 0o644); err != nil {
 			return undo, err
 		}
 	}
 	return undo, nil
+}
+
+type changedFile struct {
+	before []byte
+	after  string
+}
+
+// changedFiles tells what the changes, one after the other, make of the files under root. It writes nothing.
+func changedFiles(root string, changes []change) (map[string]changedFile, error) {
+	files := map[string]changedFile{}
+	for _, c := range changes {
+		path := filepath.Join(root, c.file)
+		f, ok := files[path]
+		if !ok {
+			data, err := os.ReadFile(path)
+			if err != nil {
+				return nil, err
+			}
+			f = changedFile{data, string(data)}
+		}
+		var err error
+		if f.after, err = c.apply(f.after); err != nil {
+			return nil, err
+		}
+		files[path] = f
+	}
+	return files, nil
 }
 
 // apply replaces whole lines if they occur once, and else a part of one.
