@@ -50,6 +50,7 @@ type Conn struct {
 	remote        net.Addr
 	msgTimeout    time.Duration // negotiated; 0: not known
 	maxMsgTimeout time.Duration // negotiated; 0: not known
+	roundTrip     time.Duration // the shortest that nsqd took to answer while connecting
 	ended         bool
 	err           error // why it ended; nil: it was asked to
 	since         time.Time
@@ -76,6 +77,8 @@ type Conn struct {
 	probes      []*Message // came as probes, and may be unanswered; oldest first
 	takenRDY    int64      // last taken by writeLoop
 	writtenRDY  int64      // last written
+	held        int64      // RDY before a lowering that nsqd may not have read yet; 0 once it must have
+	heldUntil   int64      // when it must have, by monotonic
 	highestRDY  int64
 	allowed     int64 // RDY that a program sent last, by WriteCommand
 	clsQueued   bool
@@ -317,6 +320,9 @@ func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
 	c.lastRead = now
 	live := c.table.live
 	c.peak = max(c.peak, live)
+	if int64(live+c.unwritten) >= c.held {
+		c.held = 0 // they are counted as unanswered now, and there can't be more
+	}
 	if int64(live) > 4*c.highestRDY+1024 {
 		return false, &TooManyUnansweredError{Unanswered: int64(live), MaxRDY: c.highestRDY}
 	}
@@ -692,6 +698,7 @@ func (c *Conn) wrote(b outBatch) {
 	if b.cls {
 		c.takenRDY = 0 // CLS sets RDY to 0 at nsqd
 	}
+	c.hold(b.answers)
 	c.writtenRDY = c.takenRDY
 	if b.rdy && b.count == 0 {
 		c.probe = 0 // until now it may have come by the RDY before
@@ -701,6 +708,40 @@ func (c *Conn) wrote(b outBatch) {
 	c.mu.Unlock()
 	if tell {
 		c.owner.changed()
+	}
+}
+
+// A lowering is held back from others for one and a half of the round trips seen while connecting. minHold is for an nsqd
+// nearby that is in the middle of sending, maxHold for one that took long to answer for another reason.
+const (
+	minHold = 2 * time.Millisecond
+	maxHold = 150 * time.Millisecond
+)
+
+// holdTime is how long after a lowering messages may come that nsqd sent before it read of it.
+func (c *Conn) holdTime() time.Duration { return min(max(c.roundTrip+c.roundTrip/2, minHold), maxHold) }
+
+// hold begins the time in which messages may come by the RDY before the one just written, if that was a lowering. The
+// answers are those behind it: to messages that were unanswered when nsqd read it. Whatever was unanswered then counts for
+// itself, and nsqd sent none beyond its RDY.
+func (c *Conn) hold(answers int) {
+	if c.takenRDY >= c.writtenRDY || int64(c.table.live+c.unwritten+answers) >= c.writtenRDY {
+		return
+	}
+	now := monotonic()
+	if now >= c.heldUntil {
+		c.held = 0
+	}
+	c.held, c.heldUntil = max(c.held, c.writtenRDY), now+int64(c.holdTime())
+}
+
+// noteRoundTrip takes the time since start as one.
+func (c *Conn) noteRoundTrip(start time.Time) {
+	d := time.Since(start)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.roundTrip == 0 || d < c.roundTrip {
+		c.roundTrip = d
 	}
 }
 
@@ -721,7 +762,10 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 	if n := len(c.probes); n > 0 {
 		probe = c.probes[n-1].delivery.period
 	}
-	return rdyView{
+	if c.held > 0 && monotonic() >= c.heldUntil {
+		c.held = 0
+	}
+	v = rdyView{
 		closing:     c.closing.Load(),
 		written:     max(c.writtenRDY, c.takenRDY),
 		taken:       c.takenRDY,
@@ -731,7 +775,12 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 		received:    c.fresh,
 		probe:       probe,
 		lastMessage: instant(c.lastRead),
-	}, deadline
+		holdTime:    c.holdTime(),
+	}
+	if c.held > 0 {
+		v.held, v.heldUntil = c.held, instant(c.heldUntil)
+	}
+	return v, deadline
 }
 
 // follow says what rdyLoop wants to be told of, and whether its look at demand is over. It returns how many messages

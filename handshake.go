@@ -168,10 +168,12 @@ func (c *Conn) identify() ([]byte, error) {
 	if err != nil {
 		return nil, ErrIdentify{err.Error()}
 	}
+	start := time.Now()
 	if err := c.transport.write(appendCommand([]byte(MagicV2), cmd)); err != nil {
 		return nil, err
 	}
 	data, err := c.await("IDENTIFY")
+	c.noteRoundTrip(start)
 	var refused *ProtocolError
 	if errors.As(err, &refused) {
 		return nil, ErrIdentify{refused.Error()}
@@ -329,10 +331,12 @@ func (e *authError) Unwrap() error { return e.err }
 // subscribe sends SUB and waits for the answer.
 func (c *Conn) subscribe(ctx context.Context, topic, channel string) error {
 	stop := context.AfterFunc(ctx, c.transport.close)
+	start := time.Now()
 	err := c.transport.write(appendCommand(nil, Subscribe(topic, channel)))
 	if err == nil {
 		err = c.awaitOK("SUB")
 	}
+	c.noteRoundTrip(start)
 	if !stop() {
 		err = context.Cause(ctx)
 	}

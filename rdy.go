@@ -12,7 +12,8 @@ import (
 //
 // RDY is a ceiling: nsqd sends while fewer messages than RDY are unanswered. A connection therefore reserves the larger
 // of its RDY and its unanswered messages, and the reserved amounts of all connections together never exceed
-// max-in-flight: a raise waits until the lowering that pays for it is written and the messages beyond it are answered.
+// max-in-flight: a raise waits until the lowering that pays for it is written, nsqd must have read it (nothing tells; a
+// round trip or two have passed), and the messages beyond it are answered.
 //
 // There are two ways to hand out the budget. With at least one for each connection everybody has a share, and what some
 // don't use is lent to those who use theirs up. With more connections than budget they take turns with RDY 1.
@@ -72,9 +73,12 @@ type rdyView struct {
 	received    int64     // messages since the last look at demand
 	probe       uint64    // the backoff period whose probe is unanswered; 0: none
 	lastMessage time.Time // zero: none yet
+	held        int64     // RDY before a lowering that nsqd may not have read yet; 0: none
+	heldUntil   time.Time // when it must have
+	holdTime    time.Duration
 }
 
-func (c *rdyConn) reserved() int64 { return max(c.written, c.wanted, c.unanswered) }
+func (c *rdyConn) reserved() int64 { return max(c.written, c.wanted, c.unanswered, c.held) }
 
 // rdyChange is a decision: conn shall get this RDY.
 type rdyChange struct {
@@ -143,19 +147,29 @@ func (r *rdyRules) step(now time.Time) (changes []rdyChange, next time.Time) {
 		live = append(live, c)
 	}
 	r.measure(now, live)
+	slots := len(live)
 	switch {
 	case r.phase == rdyHold || r.maxInFlight == 0:
 		for _, c := range live {
 			c.target, c.turnStart = 0, time.Time{}
 		}
 	case r.phase == rdyProbe:
-		next = r.takeTurns(now, live, 1)
+		slots = 1
+		r.takeTurns(now, live, slots)
 	case int64(len(live)) > r.maxInFlight:
-		next = r.takeTurns(now, live, int(r.maxInFlight))
+		slots = int(r.maxInFlight)
+		r.takeTurns(now, live, slots)
 	default:
 		r.share(live)
 	}
 	changes, retry := r.release(now, live)
+	if len(live) > slots { // also of turns that begin with this step: a stuck writer would not tell of them
+		for _, c := range live {
+			if c.target > 0 {
+				next = earliest(next, c.turnEnds(now, r))
+			}
+		}
+	}
 	return changes, earliest(earliest(next, retry), r.nextDemand)
 }
 
@@ -230,15 +244,15 @@ func fairShares(n int64, conns []*rdyConn, limit func(*rdyConn) int64) []int64 {
 	shares := make([]int64, len(conns))
 	for k, i := range order {
 		left := int64(len(order) - k)
-		shares[i] = min(limit(conns[i]), (n+left-1)/left)
+		shares[i] = min(limit(conns[i]), n/left+min(n%left, 1)) // rounded up, without an overflow
 		n -= shares[i]
 	}
 	return shares
 }
 
 // takeTurns has RDY 1 go round: as many connections as there are slots have it at a time. A turn ends after turnIdle
-// without a message, or after turnBusy, if somebody waits. It returns when the next turn ends.
-func (r *rdyRules) takeTurns(now time.Time, live []*rdyConn, slots int) (next time.Time) {
+// without a message, or after turnBusy, if somebody waits.
+func (r *rdyRules) takeTurns(now time.Time, live []*rdyConn, slots int) {
 	var holders, waiting []*rdyConn
 	for _, c := range live {
 		c.base = 0
@@ -264,9 +278,6 @@ func (r *rdyRules) takeTurns(now time.Time, live []*rdyConn, slots int) (next ti
 		}
 		c.target = 1
 		kept = append(kept, c)
-		if len(live) > slots {
-			next = earliest(next, end)
-		}
 	}
 	slices.SortStableFunc(waiting, func(a, b *rdyConn) int {
 		if r.phase == rdyProbe { // one with unanswered messages would not get the probe before their answers
@@ -279,7 +290,6 @@ func (r *rdyRules) takeTurns(now time.Time, live []*rdyConn, slots int) (next ti
 	for _, c := range waiting[:min(len(waiting), slots-len(kept))] {
 		c.target = 1
 	}
-	return next
 }
 
 // turnEnds returns when the turn of c ends, as things are now; zero if that takes an event first.
@@ -288,9 +298,9 @@ func (c *rdyConn) turnEnds(now time.Time, r *rdyRules) time.Time {
 	case c.turnStart.IsZero(): // the raise waits for budget
 		return time.Time{}
 	case c.lastMessage.Before(c.turnStart): // nothing came in this turn
-		return c.turnStart.Add(r.turnIdle)
+		return c.turnStart.Add(c.turn(r.turnIdle))
 	case c.unanswered == 0:
-		return earliest(c.lastMessage.Add(r.turnIdle), c.busyEnd(r))
+		return earliest(c.lastMessage.Add(c.turn(r.turnIdle)), c.busyEnd(r))
 	}
 	c.watch = true // with its answer, the connection is idle since lastMessage
 	return c.busyEnd(r)
@@ -301,15 +311,20 @@ func (c *rdyConn) busyEnd(r *rdyRules) time.Time {
 	if r.phase == rdyProbe {
 		return time.Time{}
 	}
-	return c.turnStart.Add(r.turnBusy)
+	return c.turnStart.Add(c.turn(r.turnBusy))
 }
+
+// turn leaves time for nsqd to read that the turn is over.
+func (c *rdyConn) turn(d time.Duration) time.Duration { return d - min(c.holdTime, d/2) }
 
 // release turns targets into changes that keep the sum of what is reserved within the budget: lowerings at once, raises
 // as far as the budget is free. It returns when to try again, if not at an event.
 func (r *rdyRules) release(now time.Time, live []*rdyConn) (changes []rdyChange, retry time.Time) {
 	free := r.maxInFlight
+	var held time.Time // when the first of them is free
 	for _, c := range r.conns {
 		free -= c.reserved()
+		held = earliest(held, c.heldUntil)
 		// When they are answered there will be more to hand out.
 		c.watch = c.watch || c.unanswered > max(c.written, c.wanted)
 	}
@@ -333,14 +348,20 @@ func (r *rdyRules) release(now time.Time, live []*rdyConn) (changes []rdyChange,
 			raises = append(raises, c)
 		}
 	}
-	// Those with nothing first: nobody starves for another one's larger share.
-	slices.SortStableFunc(raises, func(a, b *rdyConn) int { return cmp.Compare(a.wanted, b.wanted) })
+	// Those with nothing first: nobody starves for another one's larger share. Of these, whose turn is due for longest.
+	slices.SortStableFunc(raises, func(a, b *rdyConn) int {
+		return cmp.Or(cmp.Compare(a.wanted, b.wanted), cmp.Compare(a.turnEnd, b.turnEnd))
+	})
 	for _, c := range raises {
 		if free < 0 || r.phase == rdyProbe && r.otherProbe(c) {
+			retry = earliest(retry, held)
 			continue
 		}
 		before := c.reserved()
 		rdy := min(c.target, before+free)
+		if rdy < c.target {
+			retry = earliest(retry, held)
+		}
 		if rdy <= c.wanted {
 			continue
 		}
@@ -368,7 +389,7 @@ func (r *rdyRules) otherProbe(c *rdyConn) bool {
 	for _, o := range r.conns {
 		unanswered := o.probe != 0 && o.probe == r.period
 		o.watch = o.watch || unanswered
-		found = found || unanswered || o.written > 0 || o != c && o.wanted > 0
+		found = found || unanswered || o.written > 0 || o.held > 0 || o != c && o.wanted > 0
 	}
 	return found
 }

@@ -3,11 +3,13 @@ package nsq
 import (
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"slices"
 	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -23,8 +25,23 @@ type rdyRig struct {
 	nodes []*fakeNSQD
 	r     *Consumer
 
+	running rdyRunning
+
 	mu   sync.Mutex // guards held
 	held []*Message // messages of the handler hold, oldest first
+}
+
+// rdyRunning counts handlers that run at the same time.
+type rdyRunning struct{ now, most atomic.Int64 }
+
+func (c *rdyRunning) count(h Handler) Handler {
+	return HandlerFunc(func(m *Message) error {
+		now := c.now.Add(1)
+		defer c.now.Add(-1)
+		for most := c.most.Load(); now > most && !c.most.CompareAndSwap(most, now); most = c.most.Load() {
+		}
+		return h.HandleMessage(m)
+	})
 }
 
 // inRDYBubble runs do with n fake nsqds and a consumer with the given max-in-flight that is not connected yet.
@@ -64,8 +81,14 @@ func (g *rdyRig) settle() {
 	synctest.Wait()
 }
 
-// rdy returns what each nsqd has read last; -1 for one without a connection.
+// rdy returns what each nsqd has read last, budget that moves at once having moved; -1 for one without a connection.
 func (g *rdyRig) rdy() []int64 {
+	g.t.Helper()
+	time.Sleep(minHold)
+	return g.rdyNow()
+}
+
+func (g *rdyRig) rdyNow() []int64 {
 	g.t.Helper()
 	synctest.Wait()
 	var rdy []int64
@@ -273,6 +296,7 @@ func TestMaxRDYCountIsRespected(t *testing.T) {
 }
 
 func TestASecondNodeGetsItsShareAtOnce(t *testing.T) {
+	t.Parallel()
 	inRDYBubble(t, 2, 2, nil, func(t *testing.T, g *rdyRig) {
 		g.r.AddHandler(finishing(0))
 		g.connect(g.nodes[0])
@@ -412,6 +436,24 @@ func TestChangeMaxInFlight(t *testing.T) {
 	})
 }
 
+// A max-in-flight of "as many as possible" is one, whatever the number of nsqds.
+func TestTheLargestMaxInFlight(t *testing.T) {
+	for n := 1; n <= 3; n++ {
+		inRDYBubble(t, n, math.MaxInt, nil, func(t *testing.T, g *rdyRig) {
+			g.r.AddHandler(finishing(0))
+			g.connect()
+			for _, rdy := range g.rdy() {
+				require.Equal(t, int64(2500), rdy)
+			}
+			g.r.ChangeMaxInFlight(2 * n)
+			require.Equal(t, int64(2*n), rdySum(g.rdy()))
+			g.r.ChangeMaxInFlight(math.MaxInt)
+			require.Equal(t, int64(2500*n), rdySum(g.rdy()))
+			require.Equal(t, n, g.openConns())
+		})
+	}
+}
+
 func TestRDYIsSentOnlyWhenItChanges(t *testing.T) {
 	t.Parallel()
 	inRDYBubble(t, 3, 30, nil, func(t *testing.T, g *rdyRig) {
@@ -486,9 +528,10 @@ func TestALenderThatWakesGetsItsShareWhileTheBorrowerIsSlow(t *testing.T) {
 // rdyTurns has n nodes and the given max-in-flight.
 func rdyTurns(t *testing.T, n, maxInFlight int, tune func(cfg *Config), do func(t *testing.T, g *rdyRig)) {
 	inRDYBubble(t, n, maxInFlight, tune, func(t *testing.T, g *rdyRig) {
-		g.r.AddConcurrentHandlers(finishing(40*time.Millisecond), 10)
+		g.r.AddConcurrentHandlers(g.running.count(finishing(40*time.Millisecond)), 10)
 		g.connect()
 		do(t, g)
+		require.LessOrEqual(t, g.running.most.Load(), int64(maxInFlight), "handlers at the same time")
 	})
 }
 
@@ -546,9 +589,38 @@ func TestBusyNodesGetTheirTurns(t *testing.T) {
 					require.Less(t, share, 1.4, n.addr)
 				}
 				_, most := g.unanswered()
-				require.LessOrEqual(t, most, 2*tt.maxInFlight, "what was on its way when a turn ended")
+				require.LessOrEqual(t, most, 2*tt.maxInFlight, "FINs that nsqd has not read yet")
 				seconds := 40.0
 				require.Less(t, float64(len(g.rdyCommands()))/seconds/float64(tt.maxInFlight), 10.0)
+			})
+		})
+	}
+}
+
+// Nothing tells when nsqd has read a lowering, and until then it sends by the RDY before.
+func TestABudgetThatMovesIsNotSpentTwiceOnASlowLink(t *testing.T) {
+	t.Parallel()
+	for _, roundTrip := range []time.Duration{0, 20 * time.Millisecond, 90 * time.Millisecond} {
+		t.Run(roundTrip.String(), func(t *testing.T) {
+			inRDYBubble(t, 3, 1, nil, func(t *testing.T, g *rdyRig) {
+				g.r.AddConcurrentHandlers(g.running.count(finishing(100*time.Millisecond)), 10)
+				for _, n := range g.nodes {
+					n.set(func(b *fakeBehaviour) { b.readDelay = roundTrip })
+				}
+				g.connect()
+				random := rand.New(rand.NewPCG(1, 2))
+				for range 500 {
+					g.nodes[random.IntN(len(g.nodes))].publish("x")
+					time.Sleep(time.Duration(random.IntN(300)) * time.Millisecond)
+				}
+				require.EqualValues(t, 1, g.running.most.Load())
+				turns := 0
+				for _, line := range g.rdyCommands() {
+					if line == "RDY 1" {
+						turns++
+					}
+				}
+				require.Greater(t, turns, 20)
 			})
 		})
 	}
@@ -674,7 +746,7 @@ func TestMessagesThatFailTogetherAreOneStep(t *testing.T) {
 		require.Equal(t, []int64{0, 0, 0, 0}, g.rdy())
 		status := g.r.Status()
 		require.Equal(t, 1, status.BackoffLevel)
-		require.Equal(t, 2*time.Second, time.Until(status.BackoffUntil))
+		require.Equal(t, 2*time.Second-minHold, time.Until(status.BackoffUntil))
 		time.Sleep(2 * time.Second)
 		require.Equal(t, int64(1), rdySum(g.rdy()), "one connection probes")
 		require.Len(t, g.take(), 1)
@@ -744,7 +816,7 @@ func TestTheProbeMovesOnFrom(t *testing.T) {
 		"an idle connection":       {func(probe) {}, 500 * time.Millisecond},
 		"one that is lost":         {func(p probe) { p.nodes[p.at].down() }, 0},
 		"one that nsqd hangs up":   {func(p probe) { p.nodes[p.at].setReach(reachRefused); p.nodes[p.at].closeAll() }, 0},
-		"one that is disconnected": {func(p probe) { require.NoError(p.t, p.r.DisconnectFromNSQD(p.nodes[p.at].addr)) }, 0},
+		"one that is disconnected": {func(p probe) { require.NoError(p.t, p.r.DisconnectFromNSQD(p.nodes[p.at].addr)) }, minHold},
 		"a message lost with its connection": {func(p probe) {
 			p.nodes[p.at].publish("x")
 			p.take()
@@ -772,18 +844,53 @@ func TestTheProbeMovesOnFrom(t *testing.T) {
 				g.connect()
 				g.take()[0].Requeue(time.Hour)
 				time.Sleep(2*time.Second - joinBurstMax) // settled already
-				g.waitUntil(func() bool { return slices.Contains(g.rdy(), 1) })
-				at := slices.Index(g.rdy(), 1)
+				g.waitUntil(func() bool { return slices.Contains(g.rdyNow(), 1) })
+				at := slices.Index(g.rdyNow(), 1)
 				tt.do(probe{g, at})
 				start := time.Now()
 				g.waitUntil(func() bool {
-					i := slices.Index(g.rdy(), 1)
+					i := slices.Index(g.rdyNow(), 1)
 					return i >= 0 && i != at
 				})
 				require.LessOrEqual(t, time.Since(start), tt.limit)
 			})
 		})
 	}
+}
+
+// The probe goes to the one connection that can have it, whatever keeps it from the others.
+func TestTheProbeFindsTheOnlyConnectionThatCanHaveIt(t *testing.T) {
+	inRDYBubble(t, 5, 10, nil, func(t *testing.T, g *rdyRig) {
+		stuck, closing, lost, busy, free := g.nodes[0], g.nodes[1], g.nodes[2], g.nodes[3], g.nodes[4]
+		stuck.set(func(b *fakeBehaviour) { b.socketBuffer = 0 })
+		g.r.AddConcurrentHandlers(HandlerFunc(g.hold), 10)
+		g.connect()
+		busy.publish("1")
+		closing.publish("2")
+		synctest.Wait()
+		free.publish("bad")
+		held := g.take()
+		held[len(held)-1].Requeue(time.Hour)
+		synctest.Wait()
+		stuck.stopReading() // RDY 0 is written, and what comes next is stuck
+		stuck.conn().sendHeartbeat()
+		require.NoError(t, g.r.DisconnectFromNSQD(closing.addr))
+		lost.down()
+		start := time.Now()
+		g.waitUntil(func() bool { return free.conn().currentRDY() == 1 })
+		require.LessOrEqual(t, time.Since(start), 2*time.Second+5*500*time.Millisecond)
+		require.Equal(t, []int64{0, 0, -1, 0, 1}, g.rdy())
+		free.publish("good")
+		g.take()[0].Finish()
+		synctest.Wait()
+		require.Zero(t, g.r.Status().BackoffLevel)
+		for _, m := range held {
+			m.Finish()
+		}
+		stuck.startReading()
+		g.settle()
+		require.Equal(t, []int64{4, -1, -1, 3, 3}, g.rdy())
+	})
 }
 
 func TestTheProbeVisitsAllIdleNodes(t *testing.T) {

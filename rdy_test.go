@@ -209,6 +209,60 @@ func TestRaisesWaitForTheLoweringToBeWritten(t *testing.T) {
 	require.Equal(t, []rdyChange{{second, 3}}, b.step())
 }
 
+func TestRaisesWaitUntilNSQDHasReadTheLowering(t *testing.T) {
+	b := newRDYBench(6)
+	first := b.add(2500)
+	b.settleDown()
+	second := b.add(2500)
+	require.Equal(t, []rdyChange{{first, 3}}, b.step())
+	first.held, first.heldUntil = 6, b.now.Add(30*time.Millisecond)
+	require.Empty(t, b.step())
+	require.Equal(t, first.heldUntil, b.next, "no event tells of it")
+	require.EqualValues(t, 6, first.reserved())
+
+	first.held, first.heldUntil = 0, time.Time{}
+	require.Equal(t, []rdyChange{{second, 3}}, b.step())
+
+	b.setMaxInFlight(4)
+	require.Equal(t, []rdyChange{{first, 2}, {second, 2}}, b.step())
+	first.held, first.heldUntil = 3, b.now.Add(30*time.Millisecond)
+	b.setMaxInFlight(6)
+	require.Equal(t, []rdyChange{{first, 3}, {second, 3}}, b.step(), "what is held for itself it may have back")
+}
+
+// A turn ends in time although its RDY is stuck in the mailbox: nothing but the clock would tell.
+func TestATurnEndsThoughItsRDYIsNotWritten(t *testing.T) {
+	for name, phase := range map[string]rdyPhase{"turns": rdyNormal, "probe": rdyProbe} {
+		t.Run(name, func(t *testing.T) {
+			b := newRDYBench(1)
+			b.setPhase(phase, 1)
+			first, second := b.add(2500), b.add(2500)
+			b.writes = false // of the first
+			require.Equal(t, []rdyChange{{first, 1}}, b.step())
+			require.Equal(t, b.now.Add(b.turnIdle), b.next)
+			b.now = b.next
+			b.step()
+			b.step()
+			require.Equal(t, int64(1), second.wanted)
+		})
+	}
+}
+
+func TestTurnsLeaveTimeForTheLowering(t *testing.T) {
+	b := newRDYBench(1)
+	conns := b.addSettled(4)
+	for _, c := range conns {
+		c.holdTime = 30 * time.Millisecond
+	}
+	require.EqualValues(t, 1, conns[0].wanted)
+	start := conns[0].turnStart
+	b.step()
+	require.Equal(t, start.Add(470*time.Millisecond), b.next)
+	b.now = b.next
+	b.writes = false
+	require.Equal(t, []rdyChange{{conns[0], 0}}, b.step())
+}
+
 func TestAStuckWriterKeepsItsBudgetUntilItsConnectionHasEnded(t *testing.T) {
 	b := newRDYBench(6)
 	first := b.add(2500)
@@ -350,6 +404,7 @@ func TestEverybodyBusyMeansEvenShares(t *testing.T) {
 }
 
 func TestTurnsGoRoundIdleConnections(t *testing.T) {
+	skipUnderRace(t, "rules without goroutines")
 	t.Parallel()
 	for _, slots := range []int64{1, 2, 3, 7} {
 		b := newRDYBench(slots)
