@@ -20,8 +20,8 @@ import (
 )
 
 const (
-	// maxLookupAnswer bounds an answer of nsqlookupd. A producer takes about 200 bytes.
-	maxLookupAnswer = 16 << 20
+	// maxLookupAnswer bounds an answer of nsqlookupd. A producer takes about 200 bytes, so that is 20 000 nsqds.
+	maxLookupAnswer = 4 << 20
 
 	maxHostName = 253 // bytes, by the rules of DNS
 
@@ -35,7 +35,7 @@ const (
 // errMissingPort and *AddressError.
 func parseLookupdAddress(addr string) (*url.URL, error) {
 	bad := func(reason string) (*url.URL, error) {
-		return nil, &AddressError{Address: withoutUser(addr), Reason: reason}
+		return nil, &AddressError{Address: shownAddress(addr), Reason: reason}
 	}
 	if reason := unusable(addr); reason != "" {
 		return bad(reason)
@@ -91,7 +91,7 @@ func parseLookupdAddress(addr string) (*url.URL, error) {
 // socket, which starts with / or ./ or ../ or with unix: in front. Errors are *AddressError.
 func parseNSQDAddress(addr string) (network, address string, err error) {
 	bad := func(reason string) (string, string, error) {
-		return "", "", &AddressError{Address: withoutUser(addr), Reason: reason}
+		return "", "", &AddressError{Address: shownAddress(addr), Reason: reason}
 	}
 	if reason := unusable(addr); reason != "" {
 		return bad(reason)
@@ -187,29 +187,6 @@ func isHostName(host string) bool {
 	return true
 }
 
-// withoutUser hides what may be a user and a password in an address for people.
-func withoutUser(addr string) string {
-	at := strings.LastIndexByte(addr, '@')
-	if at < 0 {
-		return addr
-	}
-	start := 0
-	if i := strings.Index(addr[:at], "://"); i >= 0 {
-		start = i + len("://")
-	}
-	return addr[:start] + "xxxxx" + addr[at:]
-}
-
-// lookupdName is the URL of an nsqlookupd for errors, logs and Status: without user and password. The query stays
-// in it, so it is no place for secrets.
-func lookupdName(u *url.URL) string {
-	shown := *u
-	if u.User != nil {
-		shown.User = url.User("xxxxx")
-	}
-	return shown.String()
-}
-
 // lookupAnswer is what one nsqlookupd knows about a topic.
 type lookupAnswer struct {
 	addrs   []string // host:port of nsqds, each once, in the order of the answer
@@ -221,13 +198,10 @@ type lookupAnswer struct {
 // ctx ends or the client's timeout has passed. Errors are errTopicNotFound, which is a good answer, and *LookupdError.
 func queryLookupd(ctx context.Context, client *http.Client, u *url.URL, topic, secret string) (lookupAnswer, error) {
 	failed := func(status int, message string, err error) (lookupAnswer, error) {
-		if secret != "" {
-			message = strings.ReplaceAll(message, secret, "xxxxx") // some servers send back what they were sent
-		}
 		return lookupAnswer{}, &LookupdError{
 			Address: lookupdName(u),
 			Status:  status,
-			Message: printable(cutText(strings.TrimSpace(message))),
+			Message: printable(cutText(strings.TrimSpace(withoutSecret(message, secret)))),
 			Err:     err,
 		}
 	}
@@ -267,6 +241,7 @@ func queryLookupd(ctx context.Context, client *http.Client, u *url.URL, topic, s
 	case err != nil || message != "" || status != http.StatusOK:
 		return failed(status, message, err)
 	}
+	answer.reason = withoutSecret(answer.reason, secret)
 	return answer, nil
 }
 
@@ -380,13 +355,15 @@ func withoutURL(err error) error {
 	return err
 }
 
-// keepSecretAtHome returns a client that drops the bearer token when it is sent elsewhere. Package net/http alone
-// still sends it to other ports and subdomains, and from https to http.
+// keepSecretAtHome returns a client that drops the bearer token when it is sent elsewhere, and the URL it came from,
+// which may have a token in it. Package net/http alone still sends them to other ports and subdomains, the bearer token
+// also from https to http.
 func keepSecretAtHome(client *http.Client) *http.Client {
 	c := *client
 	c.CheckRedirect = func(req *http.Request, via []*http.Request) error {
 		if from := via[0].URL; req.URL.Scheme != from.Scheme || req.URL.Host != from.Host {
 			req.Header.Del("Authorization")
+			req.Header.Del("Referer")
 		}
 		switch {
 		case client.CheckRedirect != nil:

@@ -11,6 +11,8 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/url"
+	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -211,6 +213,7 @@ func producerJSON(host string, port any) string {
 }
 
 func TestQueryLookupdAnswers(t *testing.T) {
+	t.Parallel()
 	bare := func(producers ...string) string {
 		return `{"channels":["c"],"producers":[` + strings.Join(producers, ",") + `]}`
 	}
@@ -331,8 +334,9 @@ func TestQueryLookupdBodyBreaksOff(t *testing.T) {
 	require.ErrorIs(t, err, io.ErrUnexpectedEOF)
 }
 
-// A server that never comes to an end is left after 16 MiB.
+// A server that never comes to an end is left after 4 MiB.
 func TestQueryLookupdEndlessBody(t *testing.T) {
+	t.Parallel()
 	u := lookupdStub(t, func(w http.ResponseWriter, r *http.Request) {
 		chunk := bytes.Repeat([]byte("x"), 1<<20)
 		for {
@@ -342,7 +346,7 @@ func TestQueryLookupdEndlessBody(t *testing.T) {
 		}
 	})
 	_, err := queryLookupd(t.Context(), testLookupdClient(t), u, "topic", "")
-	require.ErrorContains(t, err, "larger than 16777216 bytes")
+	require.ErrorContains(t, err, "larger than 4194304 bytes")
 }
 
 func TestQueryLookupdEnds(t *testing.T) {
@@ -521,9 +525,37 @@ func FuzzParseLookupAnswer(f *testing.F) {
 	f.Add(200, []byte(`{"producers":null}`))
 	f.Add(200, []byte(`{"producers":[null,7,{"broadcast_address":"[fe80::1%a]","tcp_port":"1"},{"broadcast_address":"\u0000","tcp_port":1e3}]}`))
 	f.Fuzz(func(t *testing.T, httpStatus int, body []byte) {
-		answer, status, _, err := parseLookupAnswer(httpStatus, body)
+		answer, status, message, err := parseLookupAnswer(httpStatus, body)
 		if err != nil || status != http.StatusOK {
 			require.Zero(t, answer)
+		}
+		if err != nil && err != errTopicNotFound {
+			require.Equal(t, err.Error(), printable(err.Error()))
+			require.Less(t, len(err.Error()), 1000)
+		}
+
+		// Both forms say the same. Which one an answer has is told by its shape, so only a bare one can be wrapped.
+		var doc struct {
+			Producers *[]json.RawMessage `json:"producers"`
+		}
+		if bare := json.Unmarshal(body, &doc) == nil && doc.Producers != nil; bare && status == http.StatusOK && err == nil {
+			require.LessOrEqual(t, len(answer.addrs)+answer.skipped, len(*doc.Producers))
+			wrapped := slices.Concat([]byte(`{"status_code":200,"status_txt":"OK","data":`), body, []byte("}"))
+			wrappedAnswer, wrappedStatus, wrappedMessage, wrappedErr := parseLookupAnswer(httpStatus, wrapped)
+			require.Equal(t, []any{answer, status, message, err}, []any{wrappedAnswer, wrappedStatus, wrappedMessage, wrappedErr})
+		}
+		if len(answer.addrs) > 0 { // what was understood, said again
+			var producers []string
+			for _, addr := range answer.addrs {
+				host, port, err := net.SplitHostPort(addr)
+				require.NoError(t, err)
+				n, err := strconv.Atoi(port)
+				require.NoError(t, err)
+				producers = append(producers, producerJSON(host, n))
+			}
+			again, _, _, err := parseLookupAnswer(200, []byte(`{"producers":[`+strings.Join(producers, ",")+`]}`))
+			require.NoError(t, err)
+			require.Equal(t, lookupAnswer{addrs: answer.addrs}, again)
 		}
 		seen := map[string]bool{}
 		for _, addr := range answer.addrs {
@@ -548,9 +580,18 @@ func FuzzParseAddresses(f *testing.F) {
 			require.Contains(t, []string{"tcp", "unix"}, network)
 			require.NotEmpty(t, addr)
 			require.Equal(t, s, printable(s))
-			if network == "tcp" {
-				_, _, err := net.SplitHostPort(addr)
+			switch network {
+			case "tcp": // dialled as it is
+				require.Equal(t, s, addr)
+				host, port, err := net.SplitHostPort(addr)
 				require.NoError(t, err)
+				n, err := net.LookupPort("tcp", port)
+				require.NoError(t, err)
+				require.Equal(t, strconv.Itoa(n), strings.TrimLeft(port, "0"), "the port that is meant, which is no service's name and not 0")
+				require.NotContains(t, host, "/")
+				require.Equal(t, strings.TrimSuffix(host, "."), hostOf(s), "the name that TLS verifies")
+			case "unix":
+				require.True(t, strings.HasSuffix(s, addr))
 			}
 		} else {
 			require.Equal(t, err.Error(), printable(err.Error()))
@@ -566,5 +607,19 @@ func FuzzParseAddresses(f *testing.F) {
 		_, err = http.NewRequest(http.MethodGet, u.String(), nil)
 		require.NoError(t, err)
 		require.NotEmpty(t, u.Host)
+		require.NotEmpty(t, u.Path)
+		require.Contains(t, []string{"http", "https"}, u.Scheme)
+		require.Empty(t, u.Fragment)
+		if !strings.Contains(s, "://") {
+			require.Equal(t, "http://"+s+"/lookup", u.String())
+			network, addr, err := parseNSQDAddress(s)
+			require.Equal(t, []any{"tcp", s, nil}, []any{network, addr, err}, "what is host:port here is host:port there")
+		} else {
+			require.Equal(t, strings.ToLower(s[:strings.Index(s, "://")]), u.Scheme)
+			require.Contains(t, s, u.RawQuery)
+		}
+		if password, ok := u.User.Password(); ok && len(password) > 5 && !strings.Contains(u.Redacted(), password) {
+			require.NotContains(t, lookupdName(u), password)
+		}
 	})
 }

@@ -82,7 +82,7 @@ func (c *Conn) shutDown(ctx context.Context, busy bool) (left int) {
 	if c.receivedSinceCLS() > 0 {
 		hangUp = hangUpBusy // nsqd has answers to read, and breaking off could lose them
 	}
-	c.hangUp(hangUp)
+	c.hangUp(ctx, hangUp)
 	return 0
 }
 
@@ -141,13 +141,19 @@ func (c *Conn) waitQuiet(ctx context.Context, d time.Duration) {
 }
 
 // hangUp closes the writing side and waits until nsqd has closed its own, no longer than d.
-func (c *Conn) hangUp(d time.Duration) {
+func (c *Conn) hangUp(ctx context.Context, d time.Duration) {
 	c.mu.Lock()
 	stuck := c.writing
 	c.mu.Unlock()
-	// A peer that doesn't even take what is being written will not take a goodbye either.
-	if !stuck && c.transport.closeWrite() {
-		c.waitFor(context.Background(), c.done, d)
+	if stuck {
+		return // a peer that doesn't even take what is being written will not take a goodbye either
+	}
+	ctx, cancel := context.WithTimeout(ctx, d)
+	defer cancel()
+	stop := context.AfterFunc(ctx, c.transport.close) // the goodbye of TLS need not fit into the socket
+	defer stop()
+	if c.transport.closeWrite() {
+		c.waitFor(ctx, c.done, d)
 	}
 }
 

@@ -208,7 +208,7 @@ type Config struct {
 	MaxMsgSize int32 `opt:"max_msg_size" min:"0"`
 
 	// AuthSecret is sent to an nsqd that requires AUTH, and as bearer token to nsqlookupds (see LookupdAuthorization).
-	// It never appears in logs or errors. Default empty: none.
+	// It never appears in logs or errors, nor where the Config is printed. Default empty: none.
 	AuthSecret string `opt:"auth_secret" secret:"true"`
 
 	// LookupdAuthorization sends AuthSecret to the nsqlookupds in an Authorization header. Default true. The option says
@@ -281,7 +281,8 @@ func (c *Config) Set(option string, value any) error {
 	}
 	o := optionNamed(name)
 	if o == nil {
-		return &OptionError{Option: name, Value: value, Reason: "no such option", kind: optionUnknown}
+		// Without the value: it might be a secret whose option was misspelled.
+		return &OptionError{Option: name, Reason: "no such option", kind: optionUnknown}
 	}
 	return o.set(c, value)
 }
@@ -863,7 +864,7 @@ func toPath(value any) (string, error) {
 //	HeartbeatInterval 1m10s must be less than ReadTimeout 1m0s
 type OptionError struct {
 	Option string // the option's name as given to Set (with underscores), or the field's as Validate tells it
-	Value  any    // what was refused, nil if that is the Config itself, and never a secret
+	Value  any    // what was refused; nil if that is the Config itself or the option is unknown, and never a secret
 	Reason string // why, for people: "> 9"
 	Err    error  // the cause, or nil
 

@@ -713,8 +713,12 @@ func FuzzConfigSet(f *testing.F) {
 		values := []any{text, []byte(text), n, uint64(n), int32(n), uint16(n), int8(n), time.Duration(n), namedDuration(n), fl,
 			float32(fl), n%2 == 0, nil, struct{}{}}
 		switch strings.ReplaceAll(name, "-", "_") {
-		case "local_addr", "tls_root_ca_file", "tls_cert", "tls_key":
-			values = values[1:] // text would make it look up a name or read a file
+		case "local_addr":
+			if host, _, err := net.SplitHostPort(text); err == nil && host != "" && net.ParseIP(host) == nil {
+				values = values[1:] // text would make it look up a name
+			}
+		case "tls_root_ca_file", "tls_cert", "tls_key":
+			values = values[1:] // text would make it read a file; FuzzTLSFiles does
 		}
 		for _, value := range values {
 			c := NewConfig()
@@ -727,7 +731,31 @@ func FuzzConfigSet(f *testing.F) {
 				if !reflect.DeepEqual(before, *c) {
 					t.Fatalf("Set(%q, %T %v) failed, and changed the config", name, value, value)
 				}
+				if secret := fmt.Sprint(value); strings.Contains(name, "secret") && len(secret) > 5 {
+					require.NotContains(t, strings.ReplaceAll(err.Error(), refused.Option, ""), secret)
+				}
 				continue
+			}
+			o := optionNamed(strings.ReplaceAll(name, "-", "_"))
+			for i := range options() { // what was set is the option's field, and no other
+				other := &options()[i]
+				if other == o || o == nil && other.name == "tls_config" {
+					continue
+				}
+				if !reflect.DeepEqual(other.in(&before).Interface(), other.in(c).Interface()) {
+					t.Fatalf("Set(%q, %T %v) changed %s", name, value, value, other.field)
+				}
+			}
+			if o != nil { // the value of the field is one that Set takes, and it stays what it is
+				field := o.in(c).Interface()
+				again := field
+				if o.inverted {
+					again = !field.(bool)
+				}
+				require.NoError(t, c.Set(name, again))
+				if o.typ != strategyType {
+					require.True(t, reflect.DeepEqual(field, o.in(c).Interface()) || field != field, "%s: %v", name, field)
+				}
 			}
 			for _, problem := range problems(c.Validate()) {
 				if problem.kind != optionContradicts {

@@ -1,6 +1,7 @@
 package nsq
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"io"
@@ -80,6 +81,9 @@ type Conn struct {
 	held        int64      // RDY before a lowering that nsqd may not have read yet; 0 once it must have
 	heldUntil   int64      // when it must have, by monotonic
 	highestRDY  int64
+	largest     int   // the most memory that a message has taken
+	dropped     int64 // messages that makeRoom has dropped lately
+	dropping    int64 // until when they count, by monotonic
 	allowed     int64 // RDY that a program sent last, by WriteCommand
 	clsQueued   bool
 	clsReceived uint64       // messages when it was queued
@@ -226,6 +230,7 @@ func (c *Conn) readLoop() error {
 
 func (c *Conn) read() error {
 	frames := newFrameReader(c.transport.r, c.config.MaxMsgSize)
+	frames.maxText = maxText
 	var batch messageBatch
 	for {
 		for {
@@ -287,12 +292,16 @@ func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
 	if c.ended {
 		return false, net.ErrClosed
 	}
+	c.makeRoom(ms, now)
 	for _, m := range ms {
 		m.NSQDAddress = c.addr
 		m.Delegate = c.delegate
 		d := &m.delivery
 		d.conn, d.id, d.period = c, m.ID, c.probe
 		if d.period != 0 {
+			if len(c.probes) >= 2*c.table.live+64 { // the same ones again and again
+				c.forgetProbes()
+			}
 			c.probes = append(c.probes, m)
 		}
 		if c.msgTimeout > 0 {
@@ -323,12 +332,45 @@ func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
 	if int64(live+c.unwritten) >= c.held {
 		c.held = 0 // they are counted as unanswered now, and there can't be more
 	}
-	if int64(live) > 4*c.highestRDY+1024 {
-		return false, &TooManyUnansweredError{Unanswered: int64(live), MaxRDY: c.highestRDY}
+	if n := int64(live+c.unwritten) + c.dropped; n > 4*c.highestRDY+1024 || c.table.bytes > c.bytesFor(4*c.highestRDY) {
+		return false, &TooManyUnansweredError{Unanswered: n, MaxRDY: c.highestRDY}
 	}
 	tell = !c.noted || !c.timed && c.msgTimeout > 0 || c.lent && int64(live) >= c.writtenRDY
 	c.noted, c.timed = true, true
 	return tell, nil
+}
+
+const (
+	messageOverhead = 512     // what a message takes beside its body
+	spareBytes      = 1 << 20 // that messages may take whatever RDY is
+)
+
+// bytesFor is the memory that so many messages may take.
+func (c *Conn) bytesFor(messages int64) int64 { return messages*int64(c.largest) + spareBytes }
+
+// makeRoom drops the oldest messages that wait for a handler if together with ms they would take more memory than the
+// highest RDY stands for. nsqd never has more than that in flight for us: when it sends more, it has taken the oldest back,
+// though by our clock their timeout may not have passed yet.
+func (c *Conn) makeRoom(ms []*Message, now int64) {
+	var size int64
+	for _, m := range ms {
+		m.delivery.size = messageOverhead + len(m.Body)
+		c.largest = max(c.largest, m.delivery.size)
+		size += int64(m.delivery.size)
+	}
+	if now >= c.dropping {
+		c.dropped = 0
+	}
+	over := c.table.bytes + size - c.bytesFor(c.highestRDY)
+	if over <= 0 {
+		return
+	}
+	if c.dropped == 0 {
+		c.dropping = now + int64(cmp.Or(c.msgTimeout, time.Minute))
+	}
+	n := c.table.dropOldest(over)
+	c.dropped += int64(n)
+	c.counts.expired += uint64(n)
 }
 
 func (c *Conn) handleFrame(frameType int32, data []byte) error {
@@ -351,7 +393,7 @@ func (c *Conn) handleFrame(frameType int32, data []byte) error {
 		}
 		return nil
 	case FrameTypeError:
-		perr := parseProtocolError(data)
+		perr := c.parseError(data)
 		if perr.Fatal() {
 			c.owner.protocolError(c, perr, data)
 			return perr
@@ -757,7 +799,7 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 	if c.clsQueued {
 		wanted = 0
 	}
-	c.probes = slices.DeleteFunc(c.probes, func(m *Message) bool { return !m.delivery.listed })
+	c.forgetProbes()
 	var probe uint64
 	if n := len(c.probes); n > 0 {
 		probe = c.probes[n-1].delivery.period
@@ -781,6 +823,11 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 		v.held, v.heldUntil = c.held, instant(c.heldUntil)
 	}
 	return v, deadline
+}
+
+// forgetProbes forgets those that are unanswered no more.
+func (c *Conn) forgetProbes() {
+	c.probes = slices.DeleteFunc(c.probes, func(m *Message) bool { return !m.delivery.listed })
 }
 
 // follow says what rdyLoop wants to be told of, and whether its look at demand is over. It returns how many messages

@@ -2,8 +2,11 @@ package nsq
 
 import (
 	"context"
+	"errors"
+	"fmt"
 	"net"
 	"strconv"
+	"strings"
 	"time"
 )
 
@@ -109,7 +112,9 @@ func (o *delegateOwner) heartbeat(c *Conn) {
 func (o *delegateOwner) changed() {}
 
 func (o *delegateOwner) failed(c *Conn, err error, _ bool) {
-	c.log.logf(LogLevelError, "IO error - %s", err)
+	if !saidByNSQD(err) {
+		c.log.logf(LogLevelError, "IO error - %s", err)
+	}
 	if o.delegate != nil {
 		o.delegate.OnIOError(c, err)
 	}
@@ -163,6 +168,7 @@ func (c *Conn) Close() error {
 	begun := !c.since.IsZero()
 	if begun && c.allowed > 0 && !c.ended {
 		c.out = appendReady(c.out, 0) // messages come otherwise, and Close would never be done
+		c.allowed = 0
 	}
 	c.mu.Unlock()
 	if !begun {
@@ -193,7 +199,7 @@ func (c *Conn) closeWhenSettled() {
 		deadline := c.table.nextDeadline()
 		c.mu.Unlock()
 		if !busy {
-			c.hangUp(hangUpBusy)
+			c.hangUp(context.Background(), hangUpBusy)
 			c.end(nil)
 			return
 		}
@@ -242,16 +248,22 @@ func (c *Conn) RemoteAddr() net.Addr {
 // String returns the address as it was given.
 func (c *Conn) String() string { return c.addr }
 
-// Read reads from below the protocol, through the layers that were negotiated. A connected Conn reads by itself, so
-// this is of use only to who takes the place of its goroutines; both together get a part each. Without a connection it
-// returns ErrNotConnected.
+// Read reads from below the protocol, through TLS if that was negotiated. A connected Conn reads by itself, so both get a
+// part each, and the connection will hardly survive that: it is here for programs that know Conn as an io.Reader. It
+// blocks until bytes come or the connection ends. Without a connection it returns ErrNotConnected; with compression,
+// whose decoder has one user, it is an error.
 func (c *Conn) Read(p []byte) (int, error) {
-	t := c.layers()
-	if t == nil {
+	switch t := c.layers(); {
+	case t == nil:
 		return 0, ErrNotConnected
+	case t.flush != nil:
+		return 0, errCompressedRead
+	default:
+		return t.r.Read(p)
 	}
-	return t.r.Read(p)
 }
+
+var errCompressedRead = errors.New("nsq: Read of a compressed connection, which reads by itself")
 
 // Write hands raw bytes to the connection's writer, behind what is queued, and waits until they are written. Bounds and
 // errors are those of WriteCommand.
@@ -264,8 +276,12 @@ func (c *Conn) Write(p []byte) (int, error) {
 
 // WriteCommand sends a command, and whatever is queued before it, and waits until it is written: for
 // Config.WriteTimeout at most. It may be called from many goroutines. A failure ends the connection and is reported to
-// OnIOError too. Without a connection it returns ErrNotConnected.
+// OnIOError too. Without a connection it returns ErrNotConnected. A line end in the name or a parameter is an
+// error, and nothing is sent.
 func (c *Conn) WriteCommand(cmd *Command) error {
+	if line := cmd.String(); strings.Contains(line, "\n") { // a topic from elsewhere, say: nsqd would take the rest for another command
+		return fmt.Errorf("nsq: a command with a line end in it: %s", printable(cutText(line)))
+	}
 	switch string(cmd.Name) {
 	case "RDY":
 		if len(cmd.Params) == 1 {

@@ -167,6 +167,7 @@ func TestFloodBoundGoesByTheHighestRDY(t *testing.T) {
 // Reading never waits for handlers: with all of them stuck and more messages than any channel holds, heartbeats are
 // answered, also when nsqd sends all again because they timed out.
 func TestReadingNeverWaitsForHandlers(t *testing.T) {
+	t.Parallel()
 	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
 		n.set(func(b *fakeBehaviour) { b.maxRDY = 5000 })
 		release := make(chan struct{})

@@ -1,7 +1,6 @@
 package nsq
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -35,9 +34,12 @@ type Consumer struct {
 	suppressed   atomic.Uint64 // answers that were not sent, some of them after the end of their connection
 	abandoned    atomic.Int64  // messages left unanswered by a stop that took too long
 	failedHere   recentIDs
+	failureGate  sharedGate
+	givenUpGate  sharedGate
 	lateGate     sharedGate
 	expiredGate  sharedGate
 	leftOutGate  sharedGate
+	wrappedGate  sharedGate
 
 	events        chan rdyEvent // to rdyLoop, which never waits for those who send
 	pokes         chan struct{} // size 1: rdyLoop shall look at the connections
@@ -94,7 +96,12 @@ func NewConsumer(topic string, channel string, config *Config) (*Consumer, error
 		config:       config.clone(),
 		log:          consumerLoggers(nextInstance(), topic, channel),
 		inbox:        newInbox(),
-		leftOutGate:  sharedGate{interval: 10 * time.Minute},
+		failureGate:  sharedGate{gate: logGate{burst: 60, interval: 10 * time.Second}},
+		givenUpGate:  sharedGate{gate: logGate{burst: 60, interval: 10 * time.Second}},
+		lateGate:     sharedGate{gate: logGate{burst: 5, interval: time.Minute}},
+		expiredGate:  sharedGate{gate: logGate{burst: 5, interval: time.Minute}},
+		leftOutGate:  sharedGate{gate: logGate{interval: 10 * time.Minute}},
+		wrappedGate:  sharedGate{gate: logGate{interval: time.Minute}},
 		handlersDone: make(chan struct{}),
 		events:       make(chan rdyEvent, 64),
 		pokes:        make(chan struct{}, 1),
@@ -274,7 +281,7 @@ func (r *Consumer) response(c *Conn, data []byte) {
 	case closeWait:
 		c.log.logf(LogLevelInfo, "received CLOSE_WAIT from nsqd")
 	default:
-		c.log.logf(LogLevelDebug, "response: %.64q", data)
+		c.log.logf(LogLevelDebug, "response: %.64q", withoutSecret(string(data), r.config.AuthSecret))
 	}
 }
 
@@ -289,6 +296,9 @@ func (r *Consumer) changed() {
 }
 
 func (r *Consumer) failed(c *Conn, err error, expected bool) {
+	if saidByNSQD(err) {
+		return // by protocolError
+	}
 	lvl := LogLevelWarning
 	if expected {
 		lvl = LogLevelInfo
@@ -296,10 +306,20 @@ func (r *Consumer) failed(c *Conn, err error, expected bool) {
 	c.log.logf(lvl, "IO error - %s", err)
 }
 
+// saidByNSQD tells whether err is an error frame that ended the connection.
+func saidByNSQD(err error) bool {
+	_, ok := err.(*ProtocolError)
+	return ok
+}
+
 // protocolError logs what nsqd complains of. Late answers come in swarms, when handlers are too slow for the message
 // timeout, so they are logged once in a while with their number.
 func (r *Consumer) protocolError(c *Conn, err *ProtocolError, _ []byte) {
-	if err.Fatal() {
+	switch {
+	case err.Code == "E_AUTH_FAILED", err.Code == "E_UNAUTHORIZED": // what was granted has run out; the next AUTH will tell
+		c.log.logf(LogLevelWarning, "protocol error - %s", err)
+		return
+	case err.Fatal():
 		c.log.logf(LogLevelError, "protocol error - %s", err)
 		return
 	}
@@ -327,10 +347,8 @@ func alsoSuppressed(n int) string {
 	return fmt.Sprintf(" (and %d more like this)", n)
 }
 
-// sharedGate limits log lines of a kind to one per interval, a second if that is 0.
+// sharedGate is a logGate for use by several goroutines.
 type sharedGate struct {
-	interval time.Duration
-
 	mu   sync.Mutex // guards gate
 	gate logGate
 }
@@ -338,6 +356,5 @@ type sharedGate struct {
 func (g *sharedGate) allow(now time.Time) (bool, int) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.gate.interval = cmp.Or(g.interval, time.Second)
 	return g.gate.allow(now)
 }

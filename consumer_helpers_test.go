@@ -32,3 +32,10 @@ func stopConsumer(t *testing.T, r *Consumer, limit time.Duration) {
 		require.FailNow(t, "the consumer did not stop in time", "%s", limit)
 	}
 }
+
+// skipUnderRace is for long tests that can show no race: they run without the detector, once, not twenty times with it.
+func skipUnderRace(t *testing.T, shows string) {
+	if raceDetector {
+		t.Skipf("shows %s, which takes long and has nothing to do with races: run it without -race", shows)
+	}
+}

@@ -1,6 +1,7 @@
 package nsq
 
 import (
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"regexp"
@@ -189,7 +190,9 @@ func TestLossOfTheLastConnectionIsAWarningWithItsCause(t *testing.T) {
 				tt.act(n)
 				time.Sleep(2 * time.Minute)
 				require.Len(t, log.matching("WRN", `there are 0 connections left alive`), 1)
-				require.Len(t, log.matching("WRN", `\(nsqd-1:4150\) IO error - .*`+tt.cause), 1)
+				told := log.matching("(WRN|ERR)", `\(nsqd-1:4150\) (IO|protocol) error - .*`+tt.cause)
+				require.Len(t, told, 1, "once: nsqd's own complaint as protocol error, all else as IO error")
+				require.Equal(t, name == "fatal error", strings.Contains(told[0], "protocol error"))
 				require.ErrorContains(t, r.Status().NSQDs[0].LastError, "refused")
 			})
 		})
@@ -197,6 +200,8 @@ func TestLossOfTheLastConnectionIsAWarningWithItsCause(t *testing.T) {
 }
 
 func TestNormalLifeHasNoErrorLines(t *testing.T) {
+	skipUnderRace(t, "what is logged")
+	t.Parallel()
 	type env struct {
 		t        *testing.T
 		r        *Consumer
@@ -220,6 +225,24 @@ func TestNormalLifeHasNoErrorLines(t *testing.T) {
 		"idle and stopped": {life: func(e env) {
 			require.NoError(e.t, e.r.ConnectToNSQDs([]string{"a:4150", "b:4150"}))
 			minutes(5)
+		}},
+		"an idle hour": {life: func(e env) {
+			e.lookupds.at("l1:4161").list("a:4150", "b:4150")
+			require.NoError(e.t, e.r.ConnectToNSQLookupd("l1:4161"))
+			minutes(60)
+		}},
+		"a rebalance": {life: func(e env) { // one busy, then the other; shares move
+			require.NoError(e.t, e.r.ConnectToNSQDs([]string{"a:4150", "b:4150"}))
+			for range 3 {
+				for _, addr := range []string{"a:4150", "b:4150"} {
+					e.cluster.nsqd(addr).flood(50 * time.Millisecond)
+					time.Sleep(20 * time.Second)
+					e.cluster.nsqd(addr).stopFlood()
+				}
+				e.r.ChangeMaxInFlight(20)
+				e.r.ChangeMaxInFlight(100)
+			}
+			time.Sleep(time.Second)
 		}},
 		"disconnect": {life: func(e env) {
 			require.NoError(e.t, e.r.ConnectToNSQDs([]string{"a:4150", "b:4150"}))
@@ -292,6 +315,32 @@ func TestNormalLifeHasNoErrorLines(t *testing.T) {
 				require.Empty(t, log.all("ERR"))
 				if !tt.warnings {
 					require.Empty(t, log.all("WRN"))
+				}
+			})
+		})
+	}
+}
+
+func TestCleanStopUnderTrafficHasNoErrorLines(t *testing.T) {
+	t.Parallel()
+	for stack, layers := range layerStacks {
+		t.Run(stack, func(t *testing.T) {
+			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+				n.set(func(b *fakeBehaviour) { b.tls, b.snappy, b.deflate = layers.tls, layers.snappy, layers.deflate })
+				r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+					cfg.TlsV1, cfg.Snappy, cfg.Deflate, cfg.MaxInFlight = layers.tls, layers.snappy, layers.deflate, 20
+					cfg.TlsConfig = &tls.Config{RootCAs: fakeCert().pool}
+				})
+				log := logTo(r)
+				r.AddConcurrentHandlers(HandlerFunc(func(*Message) error { time.Sleep(5 * time.Millisecond); return nil }), 3)
+				n.flood(time.Millisecond)
+				require.NoError(t, r.ConnectToNSQD(n.addr))
+				time.Sleep(time.Second)
+				stopConsumer(t, r, time.Minute)
+				n.stopFlood()
+				require.Empty(t, log.all("ERR"))
+				for _, line := range log.all("WRN") {
+					require.Contains(t, line, "delaying close", "which tells that handlers are at work")
 				}
 			})
 		})

@@ -2,9 +2,7 @@ package nsq
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"math/rand/v2"
 	"net"
 	"net/http"
 	"path/filepath"
@@ -15,7 +13,6 @@ import (
 	"testing/synctest"
 	"time"
 
-	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 )
 
@@ -519,81 +516,4 @@ func TestHandlersShareTheMessages(t *testing.T) {
 		require.Equal(t, map[string]int{"one": 1, "three": 3, "three more": 3}, most)
 		require.Equal(t, map[string]int{"one": 10, "three": 30, "three more": 30}, counts)
 	})
-}
-
-// TestAnyOrderAndConcurrencyOfCalls has several goroutines call everything while nsqds and nsqlookupds come and go: no
-// panic, no deadlock, and Stop ends all.
-func TestAnyOrderAndConcurrencyOfCalls(t *testing.T) {
-	for seed := range uint64(4) {
-		synctest.Test(t, func(t *testing.T) {
-			addrs := []string{"a:4150", "b:4150", "c:4150"}
-			cluster := newFakeCluster(t, addrs...)
-			lookupds := newFakeLookupds(t, "l1:4161", "l2:4161")
-			lookupds.at("l1:4161").list(addrs[:2]...)
-			lookupds.at("l2:4161").list(addrs[1:]...)
-			r := newTestConsumer(t, cluster, func(cfg *Config) {
-				cfg.LookupdPollInterval, cfg.VanishTimeout = 500*time.Millisecond, time.Second
-				cfg.MaxInFlight = 5
-			})
-			r.SetLookupdHttpClient(lookupds.client())
-			r.AddConcurrentHandlers(HandlerFunc(func(m *Message) error {
-				if m.Attempts%2 == 1 {
-					return errors.New("no")
-				}
-				return nil
-			}), 3)
-			for _, addr := range addrs {
-				cluster.nsqd(addr).flood(50 * time.Millisecond)
-			}
-			known := func(err error) {
-				switch {
-				case err == nil, errors.Is(err, ErrAlreadyConnected), errors.Is(err, ErrNotConnected), errors.Is(err, errConsumerStopped),
-					errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, ErrConnectionLost), strings.Contains(err.Error(), "only remaining"),
-					strings.Contains(err.Error(), "waiting for nsqd's answer"), strings.Contains(err.Error(), "reset by peer"):
-				default:
-					assert.NoError(t, err)
-				}
-			}
-			var wg sync.WaitGroup
-			for g := range uint64(5) {
-				wg.Go(func() {
-					rnd := rand.New(rand.NewPCG(seed, g))
-					for range 60 {
-						addr, l := addrs[rnd.IntN(3)], []string{"l1:4161", "l2:4161"}[rnd.IntN(2)]
-						switch rnd.IntN(13) {
-						case 0:
-							known(r.ConnectToNSQD(addr))
-						case 1:
-							known(r.ConnectToNSQDs(addrs))
-						case 2:
-							known(r.DisconnectFromNSQD(addr))
-						case 3:
-							known(r.ConnectToNSQLookupd(l))
-						case 4:
-							known(r.DisconnectFromNSQLookupd(l))
-						case 5:
-							r.ChangeMaxInFlight(rnd.IntN(10))
-						case 6:
-							_, _, _ = r.Stats(), r.Status(), r.IsStarved()
-						case 7:
-							r.SetLoggerLevel(LogLevel(rnd.IntN(4)))
-						case 8:
-							cluster.nsqd(addr).down()
-						case 9, 10:
-							cluster.nsqd(addr).up()
-						case 11:
-							lookupds.at(l).list(addrs[rnd.IntN(3):]...)
-						case 12:
-							lookupds.at(l).broken()
-						}
-						time.Sleep(time.Duration(rnd.IntN(200)) * time.Millisecond)
-					}
-				})
-			}
-			time.Sleep(time.Duration(4+seed) * time.Second)
-			stopConsumer(t, r, 40*time.Second)
-			wg.Wait()
-			require.Zero(t, cluster.openConns())
-		})
-	}
 }

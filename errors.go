@@ -198,12 +198,16 @@ func (e *TooManyUnansweredError) Error() string {
 type FrameSizeError struct {
 	Size int64 // as the peer announced it
 	Max  int32 // the limit in force, see Config.MaxMsgSize; 0 if the size is wrong by itself
+
+	text bool // the limit is that of a response or an error, 64 KiB
 }
 
 func (e *FrameSizeError) Error() string {
 	switch {
 	case e.Size < 0:
 		return fmt.Sprintf("nsq: negative frame size %d", e.Size)
+	case e.text:
+		return fmt.Sprintf("nsq: frame size %d is over the limit of %d bytes for what is no message", e.Size, e.Max)
 	case e.Max == 0:
 		return fmt.Sprintf("nsq: frame size %d is too small to hold a frame type", e.Size)
 	}
@@ -251,7 +255,7 @@ func (e *TimeoutError) Is(target error) bool { return target == os.ErrDeadlineEx
 
 // AddressError is an address that can't be one of an nsqd or nsqlookupd.
 type AddressError struct {
-	Address string // as it was given, but without a password
+	Address string // as it was given, but without a password or token
 	Reason  string
 }
 
@@ -261,7 +265,7 @@ func (e *AddressError) Error() string {
 
 // LookupdError is a query to an nsqlookupd that failed.
 type LookupdError struct {
-	Address string // the URL that was configured, completed, without user and password; its query stays
+	Address string // the URL that was configured, completed; without user, password and tokens in the query
 	Status  int    // of the HTTP answer, or of the envelope in it; 0 if there was no answer
 	Message string // what nsqlookupd said about it, if it did; cut, unprintable characters escaped
 	Err     error  // what went wrong besides, or nil
@@ -287,6 +291,14 @@ func (e *LookupdError) Error() string {
 
 // Unwrap returns Err.
 func (e *LookupdError) Unwrap() error { return e.Err }
+
+// counted is a number of things in words.
+func counted(n int, thing string) string {
+	if n == 1 {
+		return "1 " + thing
+	}
+	return fmt.Sprintf("%d %ss", n, thing)
+}
 
 // cutText shortens a peer's text to maxErrorText bytes, at the end of a character.
 func cutText(s string) string {

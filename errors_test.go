@@ -148,8 +148,19 @@ func FuzzParseProtocolError(f *testing.F) {
 		require.True(t, utf8.ValidString(text))
 		require.Equal(t, text, printable(text), "safe to log")
 		require.LessOrEqual(t, len(text), 10*maxErrorText)
-		if _, ok := err.MessageID(); ok {
+		require.True(t, strings.HasPrefix(string(data), err.Code))
+		require.Regexp(t, `\A(E_[A-Z_]*)?\z`, err.Code)
+		if id, ok := err.MessageID(); ok {
 			require.False(t, err.Fatal())
+			require.Contains(t, err.Desc, " "+string(id[:]))
+		}
+		var named MessageID // what nsqd says of a late answer names its message, whatever the ID is
+		copy(named[:], data)
+		if word := string(named[:]); printable(word) == word && !strings.ContainsAny(word, " ") {
+			late := parseProtocolError([]byte("E_REQ_FAILED REQ " + word + " failed ID not in flight"))
+			id, ok := late.MessageID()
+			require.True(t, ok)
+			require.Equal(t, named, id)
 		}
 		if err.Code != "" {
 			var pe *ProtocolError

@@ -441,6 +441,7 @@ func TestFakeFallsSilent(t *testing.T) {
 }
 
 func TestFakeUpgrades(t *testing.T) {
+	skipUnderRace(t, "what the fake does")
 	t.Parallel()
 	for _, layers := range []string{"", "tls_v1", "snappy", "deflate", "tls_v1 snappy", "tls_v1 deflate"} {
 		for _, segment := range []int{0, 1, 7, segmentGlue} {

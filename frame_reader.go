@@ -30,9 +30,13 @@ const (
 //		}
 //	}
 type frameReader struct {
-	r     io.Reader
-	max   int32 // limit for a frame's size field
-	start int   // unread bytes are buf[start:end]
+	r   io.Reader
+	max int32 // limit for a frame's size field
+
+	// maxText is the limit for frames that are no messages, if it isn't 0.
+	maxText int32
+
+	start int // unread bytes are buf[start:end]
 	end   int
 	buf   []byte
 
@@ -89,7 +93,11 @@ func (f *frameReader) nextSlow(b []byte) (frameType int32, data []byte, owned, o
 		if len(b) < frameHeader {
 			return 0, nil, false, false, nil
 		}
-		f.beginLarge(int32(binary.BigEndian.Uint32(b[4:])), int(size)-frameTypeLength, b[frameHeader:])
+		typ := int32(binary.BigEndian.Uint32(b[4:]))
+		if f.maxText > 0 && size > f.maxText && typ != FrameTypeMessage {
+			return 0, nil, false, false, &FrameSizeError{Size: int64(size), Max: f.maxText, text: true}
+		}
+		f.beginLarge(typ, int(size)-frameTypeLength, b[frameHeader:])
 	}
 	if len(f.large) < f.size {
 		return 0, nil, false, false, nil

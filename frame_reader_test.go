@@ -83,6 +83,7 @@ func (s *splitReader) Read(p []byte) (int, error) {
 }
 
 func TestFrameReaderAnySegmentation(t *testing.T) {
+	skipUnderRace(t, "a decoder of one goroutine")
 	t.Parallel()
 	rnd := rand.New(rand.NewPCG(1, 2))
 	sizes := []int{0, 1, 2, 30, 134, 4087, 4088, 4089, 16383, largeFrame, largeFrame + 1, 65527, 65528, 65529, 65536, 65537, 200000, 1 << 20}
@@ -393,6 +394,23 @@ func FuzzFrameReader(f *testing.F) {
 		want, wantErr := readFramesSimply(bytes.NewReader(stream), limit)
 		got, err := readFrames(&splitReader{r: bytes.NewReader(stream), sizes: splits}, limit)
 		require.Equal(t, want, got)
+
+		// Memory follows the bytes that have come, not the sizes that were announced.
+		r := newFrameReader(&splitReader{r: bytes.NewReader(stream), sizes: splits}, limit)
+		for read := 0; ; {
+			_, data, _, ok, err := r.next()
+			if err == nil && !ok {
+				err = r.fill()
+			}
+			if err != nil {
+				break
+			}
+			if ok {
+				read += frameHeader + len(data)
+			}
+			requireFrameMemory(t, r, read)
+		}
+
 		var size *FrameSizeError
 		if errors.As(err, &size) && size.Max == 0 && wantErr == io.ErrUnexpectedEOF {
 			return // a size is judged before its data have come, so one that is too small is found before the end is

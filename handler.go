@@ -5,6 +5,7 @@ import (
 	"runtime/debug"
 	"sync"
 	"sync/atomic"
+	"time"
 )
 
 // Handler handles messages. HandleMessage is called by as many goroutines as the handler was added with, each with one
@@ -35,8 +36,9 @@ type inbox struct {
 	ch       chan *Message
 	overflow atomic.Int64 // length of more: handlers look only at this
 
-	mu   sync.Mutex // guards more
+	mu   sync.Mutex // guards the fields below
 	more []*Message // behind ch, oldest first
+	full int        // how long more may become before it is searched for messages that no handler will get
 }
 
 // inboxSize keeps the usual max-in-flight out of the overflow.
@@ -57,6 +59,10 @@ func (q *inbox) put(ms []*Message) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.more = append(q.more, ms...)
+	if len(q.more) > max(q.full, inboxSize) {
+		q.purgeLocked()
+		q.full = 2 * len(q.more)
+	}
 	// The length first: a handler that empties the channel right after the refill's last look must see it.
 	q.overflow.Store(int64(len(q.more)))
 	q.refillLocked()
@@ -113,6 +119,12 @@ func (q *inbox) purge() {
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
+	q.purgeLocked()
+	q.overflow.Store(int64(len(q.more)))
+	q.refillLocked()
+}
+
+func (q *inbox) purgeLocked() {
 	var kept []*Message
 	for _, m := range q.more {
 		if !m.delivery.state.dropped() {
@@ -120,8 +132,6 @@ func (q *inbox) purge() {
 		}
 	}
 	q.more = kept
-	q.overflow.Store(int64(len(kept)))
-	q.refillLocked()
 }
 
 // handlerLoop is one unit of a handler's concurrency. It ends when the consumer has stopped.
@@ -182,12 +192,23 @@ func (r *Consumer) handle(h Handler, m *Message) {
 
 // handlerBroke answers a message whose handler neither returned nor may be trusted to answer later.
 func (r *Consumer) handlerBroke(m *Message, panicked any) {
+	lvl, more := gatedLevel(&r.failureGate, LogLevelError)
 	if panicked == nil {
-		r.log.logf(LogLevelError, "Handler returned error (%s) for msg %s", errGoexit, m.delivery.id[:])
+		r.log.logf(lvl, "Handler returned error (%s) for msg %s%s", errGoexit, m.delivery.id[:], more)
 	} else {
-		r.log.logf(LogLevelError, "Handler panicked (%v) for msg %s\n%s", panicked, m.delivery.id[:], debug.Stack())
+		r.log.logf(lvl, "Handler panicked (%v) for msg %s%s\n%s", panicked, m.delivery.id[:], more, debug.Stack())
 	}
 	m.Requeue(-1)
+}
+
+// gatedLevel is the level to log a failed message with: lvl, but LogLevelDebug for most of them when all of many fail.
+// more tells how many that were.
+func gatedLevel(gate *sharedGate, lvl LogLevel) (gated LogLevel, more string) {
+	ok, n := gate.allow(time.Now())
+	if !ok {
+		return LogLevelDebug, ""
+	}
+	return lvl, alsoSuppressed(n)
 }
 
 var errGoexit = errors.New("nsq: the handler called runtime.Goexit")
@@ -195,7 +216,8 @@ var errGoexit = errors.New("nsq: the handler called runtime.Goexit")
 // respond sends the answer that a handler's result stands for.
 func (r *Consumer) respond(m *Message, err error) {
 	if err != nil {
-		r.log.logf(LogLevelError, "Handler returned error (%s) for msg %s", err, m.delivery.id[:])
+		lvl, more := gatedLevel(&r.failureGate, LogLevelError)
+		r.log.logf(lvl, "Handler returned error (%s) for msg %s%s", err, m.delivery.id[:], more)
 	}
 	if m.IsAutoResponseDisabled() {
 		return
@@ -211,14 +233,24 @@ func (r *Consumer) respond(m *Message, err error) {
 // whether the handler ran or not.
 func (r *Consumer) giveUp(h Handler, m *Message) bool {
 	limit := r.config.MaxAttempts
-	if limit == 0 || m.Attempts <= limit {
+	if limit == 0 {
+		return false
+	}
+	if m.Attempts == 0 { // nsqd counts from 1, in 16 bits: more than any limit. But a server of a test may not count at all
+		if ok, more := r.wrappedGate.allow(time.Now()); ok {
+			r.log.logf(LogLevelWarning, "msg %s has 0 attempts: nsqd's counter has wrapped, and max_attempts can't tell%s",
+				m.delivery.id[:], alsoSuppressed(more))
+		}
+	}
+	if m.Attempts <= limit {
 		return false
 	}
 	unseen := ""
 	if !r.failedHere.has(m.delivery.id) {
 		unseen = " (it did not fail in this process)"
 	}
-	r.log.logf(LogLevelWarning, "msg %s attempted %d times, giving up%s", m.delivery.id[:], m.Attempts, unseen)
+	lvl, more := gatedLevel(&r.givenUpGate, LogLevelWarning)
+	r.log.logf(lvl, "msg %s attempted %d times, giving up%s%s", m.delivery.id[:], m.Attempts, unseen, more)
 	r.givenUp.Add(1)
 	defer m.Finish() // whatever LogFailedMessage does
 	if l, ok := h.(FailedMessageLogger); ok {

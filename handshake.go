@@ -1,12 +1,14 @@
 package nsq
 
 import (
+	"bytes"
 	"cmp"
 	"context"
 	"crypto/tls"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"net"
 	"os"
 	"runtime/debug"
@@ -138,9 +140,9 @@ func (c *Conn) negotiate(ctx context.Context) (*IdentifyResponse, error) {
 	case len(data) > 0 && data[0] == '{':
 		resp = new(IdentifyResponse)
 		if err := json.Unmarshal(data, resp); err != nil {
-			return nil, ErrIdentify{err.Error()}
+			return nil, ErrIdentify{cutText(err.Error())} // it quotes the answer
 		}
-		c.log.logf(LogLevelDebug, "IDENTIFY response: %+v", *resp)
+		c.log.logf(LogLevelDebug, "IDENTIFY response: %s", printable(cutText(fmt.Sprintf("%+v", *resp))))
 	case string(data) == "OK":
 		c.log.logf(LogLevelDebug, "IDENTIFY response: OK")
 	default:
@@ -269,6 +271,7 @@ func hostOf(addr string) string {
 	if err != nil {
 		return "localhost" // a Unix socket
 	}
+	host, _, _ = strings.Cut(host, "%") // the zone of an IPv6 address, which is this machine's own
 	return strings.TrimSuffix(host, ".")
 }
 
@@ -280,13 +283,21 @@ func (c *Conn) adopt(granted IdentifyResponse) {
 	}
 	timeout := c.config.MsgTimeout
 	if granted.MsgTimeout > 0 {
-		timeout = time.Duration(granted.MsgTimeout) * time.Millisecond
+		timeout = milliseconds(granted.MsgTimeout)
 	}
 	c.maxRDY.Store(maxRDY)
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	c.msgTimeout = max(timeout, 0)
-	c.maxMsgTimeout = max(time.Duration(granted.MaxMsgTimeout)*time.Millisecond, 0)
+	c.msgTimeout = min(max(timeout, 0), maxTimeout)
+	c.maxMsgTimeout = milliseconds(granted.MaxMsgTimeout)
+}
+
+// maxTimeout stands for longer ones: added to the present time they must not come out in the past.
+const maxTimeout = math.MaxInt64 / 4
+
+// milliseconds is a time as nsqd tells it, 0 for one that is none.
+func milliseconds(n int64) time.Duration {
+	return time.Duration(min(max(n, 0), maxTimeout/int64(time.Millisecond))) * time.Millisecond
 }
 
 func (c *Conn) authenticate() error {
@@ -314,8 +325,9 @@ func (c *Conn) authenticate() error {
 	if err := json.Unmarshal(data, &resp); err != nil {
 		return &authError{err}
 	}
+	shown := func(text string) string { return printable(cutText(withoutSecret(text, c.config.AuthSecret))) }
 	c.log.logf(LogLevelInfo, "Auth accepted. Identity: %s %s Permissions: %d",
-		printable(resp.Identity), printable(resp.IdentityUrl), resp.PermissionCount)
+		shown(resp.Identity), shown(resp.IdentityUrl), resp.PermissionCount)
 	return nil
 }
 
@@ -325,7 +337,9 @@ var errAuthRequired = errors.New("Auth Required")
 // authError is a failed AUTH, in go-nsq's words.
 type authError struct{ err error }
 
-func (e *authError) Error() string { return "Error authenticating " + e.err.Error() }
+func (e *authError) Error() string {
+	return "Error authenticating " + printable(cutText(e.err.Error()))
+}
 func (e *authError) Unwrap() error { return e.err }
 
 // subscribe sends SUB and waits for the answer.
@@ -350,7 +364,7 @@ func (c *Conn) subscribe(ctx context.Context, topic, channel string) error {
 func (c *Conn) awaitOK(step string) error {
 	data, err := c.await(step)
 	if err == nil && string(data) != "OK" {
-		err = &UnexpectedAnswerError{Step: step, Answer: fmt.Sprintf("%.64q", data)}
+		err = &UnexpectedAnswerError{Step: step, Answer: fmt.Sprintf("%.64q", withoutSecret(string(data), c.config.AuthSecret))}
 	}
 	return err
 }
@@ -362,12 +376,12 @@ func (c *Conn) await(step string) ([]byte, error) {
 		return nil, err
 	}
 	for {
-		frameType, data, err := ReadUnpackedResponse(c.transport.r, c.config.MaxMsgSize)
+		frameType, data, err := ReadUnpackedResponse(c.transport.r, min(frameLimit(c.config.MaxMsgSize), maxText))
 		switch {
 		case err != nil:
 			return nil, stepError(err, step)
 		case frameType == FrameTypeError:
-			return nil, parseProtocolError(data)
+			return nil, c.parseError(data)
 		case frameType != FrameTypeResponse:
 			return nil, &UnexpectedFrameError{frameType}
 		case string(data) != heartbeat:
@@ -377,6 +391,14 @@ func (c *Conn) await(step string) ([]byte, error) {
 			return nil, err
 		}
 	}
+}
+
+// parseError is parseProtocolError without the secret: some servers send back what they were sent.
+func (c *Conn) parseError(data []byte) *ProtocolError {
+	if secret := []byte(c.config.AuthSecret); len(secret) > 0 && bytes.Contains(data, secret) {
+		data = bytes.ReplaceAll(data, secret, []byte(concealed))
+	}
+	return parseProtocolError(data)
 }
 
 // limitAnswer sets the deadline for all of the next answer: a trickle does not extend it.
@@ -393,8 +415,21 @@ func stepError(err error, step string) error {
 	if errors.Is(err, os.ErrDeadlineExceeded) {
 		return &TimeoutError{step}
 	}
-	return fmt.Errorf("nsq: waiting for nsqd's answer to %s: %w", step, err)
+	return &stepFailure{step, err}
 }
+
+// stepFailure is a stream that failed at a step of the handshake.
+type stepFailure struct {
+	step string
+	err  error
+}
+
+// Error is printable: what is wrong with a certificate is told with its names, which are the peer's.
+func (e *stepFailure) Error() string {
+	return "nsq: waiting for nsqd's answer to " + e.step + ": " + printable(e.err.Error())
+}
+
+func (e *stepFailure) Unwrap() error { return e.err }
 
 // acceptedSilence is how long nsqd may send nothing at all: two heartbeats, or the read timeout if that is less, but
 // never below one and a half, which a healthy nsqd could reach. 0 means for ever.

@@ -1,21 +1,27 @@
 package nsq
 
-import "encoding/binary"
+import (
+	"encoding/binary"
+	"slices"
+	"weak"
+)
 
 // inFlightTable holds the deliveries of one connection that wait for their answer. It finds them by ID, since nsqd may
 // send an ID again, and by deadline. The links run through the messages themselves, so that neither costs an allocation
 // (BenchmarkInFlightTable). It is guarded by the mutex of its Conn.
 //
 // A delivery whose deadline has passed while a handler has it stays findable but no longer counts: should nsqd send the
-// same ID again on this connection, a FIN for the old delivery still saves the new one from being handled twice.
+// same ID again on this connection, a FIN for the old delivery still saves the new one from being handled twice. It is
+// not kept alive for that: a message that nobody has can't be answered either.
 type inFlightTable struct {
 	buckets []*Message // a power of two; nil until the first message
-	entries int        // messages in buckets
-	live    int        // those of them that count as unanswered
+	live    int        // messages in buckets, which are those that count as unanswered
+	bytes   int64      // what they take, by delivery.size
 
-	first, last *Message // live ones with a deadline, the earliest first
+	first, last *Message // the same, the earliest deadline first; those without one in the order they came
 
-	overdue []*Message // expired ones that a handler still has, oldest first
+	overdue     []MessageID // expired ones that a handler still has, oldest first
+	overdueByID map[MessageID]weak.Pointer[Message]
 }
 
 // maxOverdue bounds what is remembered of messages that handlers seem to have forgotten.
@@ -30,7 +36,7 @@ func hashMessageID(id *MessageID) uint64 {
 // insert adds m as unanswered and returns the delivery of the same ID that it supersedes, if there is one. That one is
 // no longer in the table afterwards.
 func (t *inFlightTable) insert(m *Message) (superseded *Message) {
-	if t.entries >= len(t.buckets) {
+	if t.live >= len(t.buckets) {
 		t.grow()
 	}
 	superseded = t.find(&m.delivery.id)
@@ -40,8 +46,8 @@ func (t *inFlightTable) insert(m *Message) (superseded *Message) {
 	b := &t.buckets[hashMessageID(&m.delivery.id)&uint64(len(t.buckets)-1)]
 	m.delivery.hashNext = *b
 	*b = m
-	t.entries++
 	t.live++
+	t.bytes += int64(m.delivery.size)
 	m.delivery.listed = true
 	t.linkByDeadline(m)
 	return superseded
@@ -49,14 +55,19 @@ func (t *inFlightTable) insert(m *Message) (superseded *Message) {
 
 // find returns the delivery with this ID, nil if there is none.
 func (t *inFlightTable) find(id *MessageID) *Message {
-	if t.entries == 0 {
+	if t.live > 0 {
+		m := t.buckets[hashMessageID(id)&uint64(len(t.buckets)-1)]
+		for m != nil && m.delivery.id != *id {
+			m = m.delivery.hashNext
+		}
+		if m != nil {
+			return m
+		}
+	}
+	if len(t.overdue) == 0 {
 		return nil
 	}
-	m := t.buckets[hashMessageID(id)&uint64(len(t.buckets)-1)]
-	for m != nil && m.delivery.id != *id {
-		m = m.delivery.hashNext
-	}
-	return m
+	return t.overdueByID[*id].Value()
 }
 
 // holds tells whether this very delivery is in the table, be it overdue.
@@ -64,24 +75,19 @@ func (t *inFlightTable) holds(m *Message) bool { return t.find(&m.delivery.id) =
 
 // remove takes out m, which must be in the table.
 func (t *inFlightTable) remove(m *Message) {
+	if !m.delivery.listed {
+		t.forgetOverdue(m.delivery.id)
+		return
+	}
 	p := &t.buckets[hashMessageID(&m.delivery.id)&uint64(len(t.buckets)-1)]
 	for *p != m {
 		p = &(*p).delivery.hashNext
 	}
 	*p = m.delivery.hashNext
 	m.delivery.hashNext = nil
-	t.entries--
-	if m.delivery.listed {
-		t.unlist(m)
-	} else {
-		t.forgetOverdue(m)
-	}
-}
-
-// unlist makes m count as answered.
-func (t *inFlightTable) unlist(m *Message) {
 	m.delivery.listed = false
 	t.live--
+	t.bytes -= int64(m.delivery.size)
 	t.unlinkByDeadline(m)
 }
 
@@ -89,19 +95,39 @@ func (t *inFlightTable) unlist(m *Message) {
 // none. A message that a handler has stays findable.
 func (t *inFlightTable) expire(now int64) *Message {
 	m := t.first
-	if m == nil || m.delivery.deadline > now {
+	if m == nil || later(m.delivery.deadline, now) {
 		return nil
 	}
+	t.remove(m)
 	if m.delivery.state.drop() {
-		t.remove(m)
 		return m
 	}
-	t.unlist(m)
+	t.forgetOverdue(m.delivery.id) // of one that nobody has any more
 	if len(t.overdue) == maxOverdue {
-		t.remove(t.overdue[0])
+		t.forgetOverdue(t.overdue[0])
 	}
-	t.overdue = append(t.overdue, m)
+	if t.overdueByID == nil {
+		t.overdueByID = make(map[MessageID]weak.Pointer[Message])
+	}
+	t.overdue = append(t.overdue, m.delivery.id)
+	t.overdueByID[m.delivery.id] = weak.Make(m)
 	return m
+}
+
+// dropOldest takes queued messages out, those first whose deadline is the earliest, until they have made up for so many
+// bytes. It returns how many.
+func (t *inFlightTable) dropOldest(bytes int64) (n int) {
+	for m := t.first; m != nil && bytes > 0; {
+		next := m.delivery.next
+		if m.delivery.state.drop() {
+			t.remove(m)
+			m.Body = nil
+			bytes -= int64(m.delivery.size)
+			n++
+		}
+		m = next
+	}
+	return n
 }
 
 // nextDeadline returns when the next message expires, 0 if none does.
@@ -129,6 +155,11 @@ func (t *inFlightTable) clear(f func(m *Message)) {
 			m = next
 		}
 	}
+	for _, id := range t.overdue {
+		if m := t.overdueByID[id].Value(); m != nil {
+			f(m)
+		}
+	}
 	*t = inFlightTable{}
 }
 
@@ -145,23 +176,19 @@ func (t *inFlightTable) queued() []*Message {
 	return ms
 }
 
-func (t *inFlightTable) forgetOverdue(m *Message) {
-	for i, o := range t.overdue {
-		if o == m {
-			t.overdue = append(t.overdue[:i], t.overdue[i+1:]...)
-			return
-		}
+func (t *inFlightTable) forgetOverdue(id MessageID) {
+	if _, ok := t.overdueByID[id]; ok {
+		delete(t.overdueByID, id)
+		i := slices.Index(t.overdue, id)
+		t.overdue = slices.Delete(t.overdue, i, i+1)
 	}
 }
 
 // linkByDeadline puts m in its place. New messages and touched ones have the latest deadline but for rare exceptions,
 // so the search begins at the end.
 func (t *inFlightTable) linkByDeadline(m *Message) {
-	if m.delivery.deadline == 0 {
-		return
-	}
 	after := t.last
-	for after != nil && after.delivery.deadline > m.delivery.deadline {
+	for after != nil && later(after.delivery.deadline, m.delivery.deadline) {
 		after = after.delivery.prev
 	}
 	m.delivery.prev = after
@@ -179,10 +206,10 @@ func (t *inFlightTable) linkByDeadline(m *Message) {
 	}
 }
 
+// later compares deadlines; 0 is none, and after all others.
+func later(a, b int64) bool { return b != 0 && (a == 0 || a > b) }
+
 func (t *inFlightTable) unlinkByDeadline(m *Message) {
-	if m.delivery.deadline == 0 {
-		return
-	}
 	if m.delivery.prev == nil {
 		t.first = m.delivery.next
 	} else {

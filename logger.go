@@ -64,6 +64,7 @@ type loggers struct {
 	attrs  []any    // keys and values that say the same to slog
 
 	state atomic.Pointer[logState]
+	quiet atomic.Int64 // until then, by monotonic, lines are of LogLevelDebug: they only repeat what was said before
 }
 
 // logState is never changed, only replaced.
@@ -229,10 +230,12 @@ func (g *loggers) enabled(lvl LogLevel) bool {
 // logf logs a line. It must be called by the function whose line it is, for loggers that print file and
 // line. What a peer sent is passed through printable first.
 func (g *loggers) logf(lvl LogLevel, format string, args ...any) {
+	lvl = g.damped(lvl)
 	sink, ok := g.sink(lvl)
 	if !ok {
 		return
 	}
+	defer loggerPanicked()
 	if sink.slog == nil {
 		prefix := g.prefix
 		if sink.own {
@@ -249,6 +252,28 @@ func (g *loggers) logf(lvl LogLevel, format string, args ...any) {
 	_ = sink.slog.Handler().Handle(context.Background(), r)
 }
 
+// loggerPanicked keeps a panic of the user's logger from ending the process, as that of a test does which is over. The
+// line is lost; standard error is the one place left to say so.
+func loggerPanicked() {
+	if p := recover(); p != nil {
+		fmt.Fprintf(os.Stderr, "nsq: the logger panicked: %v\n", p)
+	}
+}
+
+// hush has lines be of LogLevelDebug until then, by monotonic.
+func (g *loggers) hush(until int64) { g.quiet.Store(until) }
+
+// damped is the level that lines of lvl have at present.
+func (g *loggers) damped(lvl LogLevel) LogLevel {
+	if g == nil || lvl <= LogLevelDebug {
+		return lvl
+	}
+	if until := g.quiet.Load(); until != 0 && monotonic() < until {
+		return LogLevelDebug
+	}
+	return lvl
+}
+
 // logPrefix is what stands in front of a connection's lines: format with its %s replaced by the address.
 // An empty format is (%s). It is no format for package fmt, so nothing in it can go wrong.
 func logPrefix(format, addr string) string {
@@ -258,23 +283,36 @@ func logPrefix(format, addr string) string {
 	return strings.NewReplacer("%%", "%", "%s", printable(addr), "%v", printable(addr)).Replace(format)
 }
 
-// logGate lets one line of a kind pass per interval. It is a plain value: no clock, no lock.
+// logGate lets lines of a kind pass: some at once, and from then on one per interval. It is a plain value: no clock,
+// no lock.
 type logGate struct {
-	interval time.Duration
+	interval time.Duration // 0: all pass
+	burst    int           // how many may pass at once; 0 is 1
 
-	open       bool      // one has passed
-	last       time.Time // when it did
-	suppressed int       // since then
+	passed     int       // of burst
+	since      time.Time // each interval from here on gives one of them back
+	suppressed int       // since the last one that passed
 }
 
 // allow tells whether a line may be logged now, and how many were held back since the last one that
 // was. The first may at once.
 func (g *logGate) allow(now time.Time) (ok bool, suppressed int) {
-	if d := now.Sub(g.last); g.open && 0 <= d && d < g.interval {
+	if g.interval <= 0 {
+		return true, 0
+	}
+	elapsed := now.Sub(g.since)
+	if back := int64(elapsed / g.interval); elapsed < 0 || back >= int64(g.passed) { // also after the clock was set back
+		g.passed, g.since = 0, now
+	} else {
+		g.passed -= int(back)
+		g.since = g.since.Add(time.Duration(back) * g.interval)
+	}
+	if g.passed >= max(g.burst, 1) {
 		g.suppressed++
 		return false, 0
 	}
 	suppressed = g.suppressed
-	g.open, g.last, g.suppressed = true, now, 0
+	g.passed++
+	g.suppressed = 0
 	return true, suppressed
 }

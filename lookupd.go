@@ -9,6 +9,7 @@ import (
 	"net/url"
 	"runtime/debug"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 )
@@ -33,6 +34,9 @@ const (
 
 	// vanishPolls is how many good polls in a row must have missed an nsqd before it is closed.
 	vanishPolls = 3
+
+	// usualPoll is a little less than the default poll interval: of polls in quicker succession not all are logged.
+	usualPoll = 50 * time.Second
 
 	// persistentLookupFailures is from how many failures in a row on they are errors and no longer warnings.
 	persistentLookupFailures = 3
@@ -92,6 +96,9 @@ type lookupd struct {
 	failures int       // in a row
 	failing  time.Time // when the first of them came
 	notFound bool      // the last good answer was that it doesn't know the topic
+	askGate  logGate   // of queries
+	lastSaid string    // the last error that was logged, without its numbers; owned by lookupdLoop, like what follows
+	errGate  logGate   // of errors that are others than the last one
 }
 
 // lookupResult is the outcome of one query.
@@ -149,6 +156,8 @@ func (r *Consumer) addLookupdLocked(addr string) (*lookupd, error) {
 	}
 	r.startLocked()
 	l := &lookupd{addr: addr, url: u, asked: make(chan struct{}), since: time.Now()}
+	l.askGate = logGate{interval: usualPoll}
+	l.errGate = logGate{interval: usualPoll, burst: persistentLookupFailures}
 	r.lookups.list = append(r.lookups.list, l)
 	if !r.lookups.started {
 		r.lookups.started = true
@@ -213,7 +222,7 @@ func (r *Consumer) DisconnectFromNSQLookupd(addr string) error {
 		return ErrNotConnected
 	}
 	if len(r.lookups.list) == 1 {
-		return fmt.Errorf("cannot disconnect from only remaining nsqlookupd HTTP address %s", withoutUser(addr))
+		return fmt.Errorf("cannot disconnect from only remaining nsqlookupd HTTP address %s", shownAddress(addr))
 	}
 	r.lookups.list = slices.Delete(r.lookups.list, i, i+1)
 	return nil
@@ -349,6 +358,10 @@ func (r *Consumer) askNew(round *lookupRound, now time.Time) {
 // askLocked starts a query.
 func (r *Consumer) askLocked(l *lookupd, round *lookupRound) {
 	l.asking, l.everAsk, l.askedAt = true, true, time.Now()
+	lvl := LogLevelDebug
+	if ok, _ := l.askGate.allow(l.askedAt); ok {
+		lvl = LogLevelInfo
+	}
 	round.waiting[l] = true
 	secret := ""
 	if r.config.LookupdAuthorization {
@@ -356,7 +369,7 @@ func (r *Consumer) askLocked(l *lookupd, round *lookupRound) {
 	}
 	client := r.lookups.client
 	r.lookups.running.Go(func() {
-		r.log.logf(LogLevelInfo, "querying nsqlookupd %s", lookupdName(l.url))
+		r.log.logf(lvl, "querying nsqlookupd %s", lookupdName(l.url))
 		ctx := r.ctx
 		if d := r.config.LookupdPollTimeout; client.Timeout == 0 && d > 0 { // one of the user's
 			var cancel context.CancelFunc
@@ -371,14 +384,38 @@ func (r *Consumer) askLocked(l *lookupd, round *lookupRound) {
 	})
 }
 
-// query is queryLookupd, but the user's http.Client may panic.
-func (r *Consumer) query(ctx context.Context, client *http.Client, u *url.URL, secret string) (answer lookupAnswer, err error) {
-	defer func() {
-		if p := recover(); p != nil {
-			answer, err = lookupAnswer{}, fmt.Errorf("nsq: the http.Client panicked: %v\n%s", p, debug.Stack())
-		}
+// clientGrace is how long a stop waits for the user's http.Client to notice that its context has ended.
+const clientGrace = 50 * time.Millisecond
+
+// query is queryLookupd, but the user's http.Client may panic, and ignore that its context has ended.
+func (r *Consumer) query(ctx context.Context, client *http.Client, u *url.URL, secret string) (lookupAnswer, error) {
+	if client == r.lookups.own {
+		return queryLookupd(ctx, client, u, r.topic, secret)
+	}
+	done := make(chan lookupResult, 1)
+	go func() {
+		var res lookupResult
+		defer func() {
+			if p := recover(); p != nil {
+				res = lookupResult{err: fmt.Errorf("nsq: the http.Client panicked: %v\n%s", p, debug.Stack())}
+			}
+			done <- res
+		}()
+		res.answer, res.err = queryLookupd(ctx, client, u, r.topic, secret)
 	}()
-	return queryLookupd(ctx, client, u, r.topic, secret)
+	select {
+	case res := <-done:
+		return res.answer, res.err
+	case <-r.ctx.Done():
+	}
+	grace := time.NewTimer(clientGrace)
+	defer grace.Stop()
+	select {
+	case res := <-done:
+		return res.answer, res.err
+	case <-grace.C:
+		return lookupAnswer{}, context.Cause(r.ctx)
+	}
 }
 
 // applyLookup takes one answer: what it lists is connected at once, whatever the others do.
@@ -392,7 +429,10 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 	firstAnswer := l.lastOK.IsZero() && l.failures == 0
 	newlyNotFound := notFound && !l.notFound
 	if good {
-		l.listed, l.lastOK, l.lastErr, l.failures, l.notFound = res.answer.addrs, time.Now(), nil, 0, notFound
+		l.lastOK, l.lastErr, l.failures, l.notFound = time.Now(), nil, 0, notFound
+		if len(res.answer.addrs) > 0 || res.answer.skipped == 0 { // else it says that there are nsqds, and not where
+			l.listed = res.answer.addrs
+		}
 	} else {
 		l.lastErr = res.err
 		if l.failures++; l.failures == 1 {
@@ -402,6 +442,10 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 	failures := l.failures
 	r.mu.Unlock()
 
+	if good && l.lastSaid != "" && !removed {
+		l.lastSaid = ""
+		r.log.logf(LogLevelInfo, "nsqlookupd %s answers again", lookupdName(l.url))
+	}
 	switch {
 	case removed:
 		res.answer = lookupAnswer{} // nobody wants to know any more
@@ -411,7 +455,7 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 		r.logLookupFailure(l, res.err, failures)
 	}
 	if n := res.answer.skipped; n > 0 && n != l.skipped {
-		r.log.logf(LogLevelWarning, "nsqlookupd %s lists %d nsqds that can't be dialled: %s", lookupdName(l.url), n, res.answer.reason)
+		r.log.logf(LogLevelWarning, "nsqlookupd %s lists %s that can't be dialled: %s", lookupdName(l.url), counted(n, "nsqd"), res.answer.reason)
 	}
 	l.skipped = res.answer.skipped
 	if good {
@@ -429,17 +473,36 @@ func (r *Consumer) applyLookup(res lookupResult, round *lookupRound) {
 	}
 }
 
-// logLookupFailure logs the first failures, and of those that follow each one whose number is a power of two. They are
-// errors once they have gone on for longer than a poll interval: lost nsqds make for polls in quick succession.
+// logLookupFailure logs the first failures, and of those that follow each one whose number is a power of two, or that is
+// another one than before. They are errors once they have gone on for longer than a poll interval: lost nsqds make for polls in quick succession.
 func (r *Consumer) logLookupFailure(l *lookupd, err error, failures int) {
-	if r.ctx.Err() != nil || failures > persistentLookupFailures && failures&(failures-1) != 0 {
+	if r.ctx.Err() != nil {
 		return
 	}
+	said := withoutNumbers(err.Error())
+	wanted := failures <= persistentLookupFailures || failures&(failures-1) == 0
+	if !wanted && said != l.lastSaid {
+		wanted, _ = l.errGate.allow(time.Now())
+	}
+	if !wanted {
+		return
+	}
+	l.lastSaid = said
 	lvl := LogLevelWarning
 	if failures >= persistentLookupFailures && time.Since(l.failing) >= r.config.LookupdPollInterval {
 		lvl = LogLevelError
 	}
 	r.log.logf(lvl, "error querying nsqlookupd (%s) - %s", lookupdName(l.url), err)
+}
+
+// withoutNumbers takes the digits out of an error's text: the ports of this end differ from try to try.
+func withoutNumbers(text string) string {
+	return strings.Map(func(r rune) rune {
+		if '0' <= r && r <= '9' {
+			return -1
+		}
+		return r
+	}, text)
 }
 
 // filtered passes addresses through the user's filter and drops what can't be dialled. It returns false if the filter

@@ -96,6 +96,7 @@ func TestLookupRequest(t *testing.T) {
 }
 
 func TestOneGoodLookupdIsEnough(t *testing.T) {
+	t.Parallel()
 	dead := map[string]func(l *fakeLookupd){
 		"refuses":             (*fakeLookupd).refused,
 		"is a black hole":     (*fakeLookupd).hangs,
@@ -460,12 +461,16 @@ func TestVanishedNSQDGetsTheAnswersOfRunningHandlers(t *testing.T) {
 }
 
 func TestLookupErrorsDropNothing(t *testing.T) {
+	t.Parallel()
 	trouble := map[string]func(l *fakeLookupd){
 		"refused": (*fakeLookupd).refused,
 		"hang":    (*fakeLookupd).hangs,
 		"500":     (*fakeLookupd).broken,
 		"garbage": (*fakeLookupd).garbage,
 		"nothing": (*fakeLookupd).empty,
+		"nsqds that can't be dialled": func(l *fakeLookupd) {
+			l.respondWith(200, `{"producers":[{"broadcast_address":"","tcp_port":4150}]}`)
+		},
 	}
 	for name, break_ := range trouble {
 		t.Run(name, func(t *testing.T) {

@@ -49,6 +49,7 @@ type delivery struct {
 
 	deadline int64    // when nsqd takes the message back, by monotonic(); 0: not known
 	limit    int64    // how far TOUCH can move the deadline; 0: not known
+	size     int      // of the memory that it takes
 	period   uint64   // the backoff period whose probe this is; 0: none
 	touched  uint64   // the round of writeLoop that has a TOUCH for it: another one would add nothing
 	listed   bool     // counted as unanswered

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"sync"
 	"time"
@@ -63,7 +64,10 @@ type node struct {
 	nextTry       time.Time     // of state NodeWaiting
 	tried         *attempt      // the current connect, if somebody waits for it
 	nudge         chan struct{} // size 1: try now
-	gate          logGate
+	gate          logGate       // of connects that fail again and again
+	loud          bool          // the present connect is logged; written by serve
+	unsaid        int           // connects before it that were not; written by serve
+	lives         logGate       // of connections that are lost again and again
 
 	// Discovery, see lookupdLoop.
 	missing      int       // good polls in a row that did not list it
@@ -177,7 +181,8 @@ func (r *Consumer) dropLocked(n *node) *Conn {
 }
 
 func (r *Consumer) addNodeLocked(addr string) *node {
-	n := &node{addr: addr, nudge: make(chan struct{}, 1), gate: logGate{interval: time.Minute}}
+	n := &node{addr: addr, nudge: make(chan struct{}, 1), gate: logGate{burst: persistentFailures, interval: time.Minute}}
+	n.lives = n.gate
 	n.ctx, n.cancel = context.WithCancelCause(r.ctx)
 	r.nodes[addr] = n
 	return n
@@ -224,9 +229,14 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 	case <-n.nudge: // this connect is what it asks for
 	default:
 	}
+	n.loud, n.unsaid = n.gate.allow(time.Now())
+	loud := n.loud
 	r.mu.Unlock()
 
 	c := newConn(n.addr, r.config, r, r.log.forConn(n.addr))
+	if !loud {
+		c.log.hush(math.MaxInt64)
+	}
 	c.log.logf(LogLevelInfo, "connecting to nsqd")
 	err := context.Cause(n.ctx)
 	if err == nil {
@@ -262,6 +272,10 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 	}
 	n.conn, n.connectedOnce = c, true
 	n.setState(NodeConnected)
+	c.log.hush(0)
+	if ok, _ := n.lives.allow(time.Now()); !ok { // like those before it, it will hardly live for long
+		c.log.hush(monotonic() + int64(n.lives.interval))
+	}
 	return c, nil
 }
 
@@ -276,6 +290,9 @@ func (n *node) endTry(err error) {
 
 // serveConn reads from a connection until it ends, and says why; nil after a close that was asked for.
 func (r *Consumer) serveConn(n *node, c *Conn) error {
+	if !n.loud { // "connecting to nsqd" was not said
+		c.log.logf(LogLevelInfo, "connected again after %s", time.Since(n.failing).Round(time.Second))
+	}
 	r.tell(rdyEvent{kind: rdyUp, conn: c})
 	err := c.readLoop()
 	c.log.logf(LogLevelInfo, "readLoop exiting")
@@ -300,7 +317,7 @@ func (r *Consumer) serveConn(n *node, c *Conn) error {
 	if err == nil {
 		c.log.logf(LogLevelInfo, "clean close complete")
 	} else {
-		r.log.logf(LogLevelWarning, "there are %d connections left alive", alive)
+		r.log.logf(c.log.damped(LogLevelWarning), "there are %d connections left alive", alive)
 	}
 	return err
 }
@@ -356,19 +373,19 @@ type connFailure struct {
 	delay  time.Duration
 }
 
-// failed picks the first failures to be logged, and then one a minute.
+// failed tells what is to be logged. Of connects that fail again and again, only some are.
 func (n *node) failed(c *Conn, err error, delay time.Duration) connFailure {
 	f := connFailure{lvl: LogLevelInfo, delay: delay}
 	if c != nil {
 		f.wanted = n.direct || n.discovered
+		f.lvl = c.log.damped(f.lvl)
 		return f
 	}
 	if n.direct && !n.connectedOnce && !n.discovered { // returned by ConnectToNSQD
 		return f
 	}
-	ok, more := n.gate.allow(time.Now())
-	f.wanted = ok || n.failures < persistentFailures
-	f.lvl, f.err, f.more = LogLevelWarning, err, more
+	f.wanted = n.loud
+	f.lvl, f.err, f.more = LogLevelWarning, err, n.unsaid
 	if n.failures >= persistentFailures && time.Since(n.failing) >= persistentFailing {
 		f.lvl = LogLevelError
 	}

@@ -40,6 +40,10 @@ const (
 	// firstRead is how much memory a size field is good for before bytes have arrived.
 	firstRead = 64 << 10
 
+	// maxText is the largest size field of a response or an error while connected, and of all frames while connecting.
+	// What nsqd has to say takes less than 1 KiB.
+	maxText = 64 << 10
+
 	// httpSize is "HTTP" read as a size field: the start of a web server's answer.
 	httpSize = 0x48545450
 

@@ -219,12 +219,41 @@ func FuzzReadUnpackedResponse(f *testing.F) {
 	f.Add([]byte("HTTP/1.1 400 Bad Request\r\n"), int32(0))
 	f.Add([]byte("\xff\xff\xff\xff\x00\x00\x00\x01"), int32(0))
 	f.Add([]byte("\x7f\xff\xff\xff\x00\x00\x00\x01"), int32(math.MaxInt32))
+	f.Add(appendFrame(nil, FrameTypeMessage, make([]byte, 3*firstRead))[:firstRead+9], int32(0))
+	f.Add([]byte("\x00\x00\x00\x03abc"), int32(0))
 	f.Fuzz(func(t *testing.T, in []byte, limit int32) {
 		r := bytes.NewReader(in)
-		frameType, data, err := ReadUnpackedResponse(r, limit)
+		// Memory follows the bytes that came: what is asked for next is never much more than what is there already.
+		frameType, data, err := ReadUnpackedResponse(readerFunc(func(p []byte) (int, error) {
+			require.LessOrEqual(t, len(p), max(firstRead, len(in)-r.Len()))
+			return r.Read(p)
+		}), limit)
+
+		block, blockErr := ReadResponse(bytes.NewReader(in), limit)
+		if blockErr == nil {
+			unpackedType, unpacked, unpackErr := UnpackResponse(block)
+			require.Equal(t, []any{unpackedType, unpacked, unpackErr}, []any{frameType, data, err}, "both in one")
+		} else {
+			require.Equal(t, blockErr, err)
+		}
 		if err != nil {
 			require.EqualValues(t, -1, frameType)
 			require.Nil(t, data)
+			var size *FrameSizeError
+			switch {
+			case len(in) == 0:
+				require.Equal(t, io.EOF, err)
+			case len(in) < 4:
+				require.Equal(t, io.ErrUnexpectedEOF, err)
+			case string(in[:4]) == "HTTP":
+				require.Equal(t, ErrHTTPResponse, err)
+			case errors.As(err, &size):
+				require.Equal(t, int64(int32(binary.BigEndian.Uint32(in))), size.Size)
+				require.True(t, size.Size < 4 || size.Size > int64(size.Max) && size.Max == frameLimit(limit), "%v", err)
+			default:
+				require.Equal(t, io.ErrUnexpectedEOF, err)
+				require.Less(t, len(in)-4, int(binary.BigEndian.Uint32(in)))
+			}
 			return
 		}
 		// A frame that was understood is the start of the input, byte for byte.

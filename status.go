@@ -96,7 +96,7 @@ type NSQDStatus struct {
 
 // NSQLookupdStatus is how it stands with one nsqlookupd.
 type NSQLookupdStatus struct {
-	Address    string    // as configured, without user and password
+	Address    string    // as configured, without user, password and tokens in the query
 	LastAnswer time.Time // the last good one; zero: none yet
 	Failures   int       // in a row
 	LastError  error     // nil after a good answer
@@ -156,7 +156,7 @@ func (r *Consumer) Status() ConsumerStatus {
 	s.MessagesExpired, s.LateAnswers = counts.expired, counts.late+r.suppressed.Load()
 	for _, l := range r.lookups.list {
 		s.NSQLookupds = append(s.NSQLookupds, NSQLookupdStatus{
-			Address:    withoutUser(l.addr),
+			Address:    shownAddress(l.addr),
 			LastAnswer: l.lastOK,
 			Failures:   l.failures,
 			LastError:  l.lastErr,

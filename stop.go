@@ -16,8 +16,8 @@ type ShutdownError struct {
 }
 
 func (e *ShutdownError) Error() string {
-	s := fmt.Sprintf("nsq: shutdown ran out of time with %d handlers running and %d messages unanswered",
-		e.HandlersRunning, e.Unanswered)
+	s := fmt.Sprintf("nsq: shutdown ran out of time with %s running and %s unanswered",
+		counted(e.HandlersRunning, "handler"), counted(e.Unanswered, "message"))
 	if e.Err != nil {
 		s += ": " + e.Err.Error()
 	}

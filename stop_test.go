@@ -457,7 +457,7 @@ func TestStopWithAStuckHandler(t *testing.T) {
 				synctest.Wait()
 				require.Zero(t, n.cluster.openConns())
 				require.Equal(t, 1, r.Status().Running)
-				require.Contains(t, log.text(), "1 handlers running")
+				require.Contains(t, log.text(), "1 handler running")
 
 				err := r.Shutdown(context.Background())
 				var serr *ShutdownError
@@ -587,7 +587,7 @@ func TestShutdown(t *testing.T) {
 				require.ErrorAs(t, err, &serr)
 				require.Equal(t, &ShutdownError{HandlersRunning: 1, Unanswered: 1, Err: test.want}, serr)
 				require.ErrorIs(t, err, test.want)
-				require.Contains(t, err.Error(), "1 handlers running and 1 messages unanswered")
+				require.Contains(t, err.Error(), "1 handler running and 1 message unanswered")
 				time.Sleep(2 * time.Hour) // the handler ends
 			})
 		})

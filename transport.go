@@ -7,6 +7,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync/atomic"
 	"time"
 
 	"github.com/golang/snappy"
@@ -74,21 +75,21 @@ type socket struct {
 	net.Conn
 	writeTimeout time.Duration // 0: none
 
-	// Of the reading side, which has one user.
-	silence time.Duration // the longest one accepted; 0: any
-	last    int64         // when bytes came last
-	armed   int64         // when the deadline was set last
+	silence time.Duration // the longest one accepted; 0: any. Set before the loops begin
+	last    atomic.Int64  // when bytes came last
+	armed   atomic.Int64  // when the deadline was set last
 }
 
 // watchSilence makes Read fail with ErrHeartbeatTimeout when nothing comes for so long (0: never).
 func (s *socket) watchSilence(d time.Duration) error {
 	s.silence = d
-	s.last = monotonic()
-	return s.arm(s.last, d)
+	now := monotonic()
+	s.last.Store(now)
+	return s.arm(now, d)
 }
 
 func (s *socket) arm(now int64, d time.Duration) error {
-	s.armed = now
+	s.armed.Store(now)
 	if d == 0 {
 		return s.SetReadDeadline(time.Time{})
 	}
@@ -105,8 +106,8 @@ func (s *socket) Read(p []byte) (int, error) {
 		}
 		now := monotonic()
 		if n > 0 {
-			s.last = now
-			if time.Duration(now-s.armed) > s.silence/4 {
+			s.last.Store(now)
+			if time.Duration(now-s.armed.Load()) > s.silence/4 {
 				if err := s.arm(now, s.silence); err != nil {
 					return n, err
 				}
@@ -116,7 +117,7 @@ func (s *socket) Read(p []byte) (int, error) {
 		if !errors.Is(err, os.ErrDeadlineExceeded) {
 			return n, err
 		}
-		left := s.silence - time.Duration(now-s.last)
+		left := s.silence - time.Duration(now-s.last.Load())
 		if left <= 0 {
 			return 0, ErrHeartbeatTimeout
 		}

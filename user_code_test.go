@@ -5,6 +5,9 @@ import (
 	"errors"
 	"net"
 	"net/http"
+	"os"
+	"path/filepath"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -15,6 +18,10 @@ import (
 type panickingStrategy struct{}
 
 func (panickingStrategy) Calculate(int) time.Duration { panic("no idea") }
+
+type panickingError struct{ text *string }
+
+func (e panickingError) Error() string { return *e.text }
 
 type panickingTransport struct{}
 
@@ -50,6 +57,42 @@ func TestUserCodeThatPanics(t *testing.T) {
 			stopConsumer(t, r, time.Second)
 		})
 	})
+	t.Run("the error of a handler", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			var log syncedLines
+			r := consumeFrom(t, n, 1, HandlerFunc(func(m *Message) error {
+				if m.Attempts == 1 {
+					return panickingError{}
+				}
+				return nil
+			}), nil)
+			r.SetLogger(&log, LogLevelError)
+			id := n.publishN(1)[0]
+			synctest.Wait()
+			require.Equal(t, []string{"REQ " + id + " 0", "FIN " + id}, answersTo(n))
+			require.Contains(t, log.text(), "for msg "+id)
+		})
+	})
+	t.Run("a logger", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			var lines atomic.Int32
+			r := newTestConsumer(t, n.cluster, func(cfg *Config) { cfg.BackoffMultiplier, cfg.DefaultRequeueDelay = time.Millisecond, 0 })
+			r.AddHandler(HandlerFunc(byBodyOnce))
+			r.SetLogger(funcLogger(func(int, string) error {
+				lines.Add(1)
+				panic("Log in goroutine after the test has completed")
+			}), LogLevelDebug)
+			stderr := captureStderr(t)
+			require.NoError(t, r.ConnectToNSQD(n.addr))
+			n.publish("good", "bad", "panic")
+			n.cluster.waitUntil(func() bool { return n.stats().Finished == 3 })
+			n.dropAll()
+			n.waitSubscribed()
+			stopConsumer(t, r, time.Second)
+			require.Contains(t, stderr(), "nsq: the logger panicked: Log in goroutine after the test has completed\n")
+			require.Greater(t, lines.Load(), int32(20), "of all goroutines")
+		})
+	})
 	t.Run("RoundTripper", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
 			r := newTestConsumer(t, newFakeCluster(t), nil)
@@ -60,6 +103,34 @@ func TestUserCodeThatPanics(t *testing.T) {
 			stopConsumer(t, r, time.Second)
 		})
 	})
+}
+
+// byBodyOnce does what the body says at the first attempt.
+func byBodyOnce(m *Message) error {
+	if m.Attempts == 1 && string(m.Body) == "panic" {
+		panic("boom")
+	}
+	if m.Attempts == 1 {
+		return byBody(m)
+	}
+	return nil
+}
+
+// captureStderr takes what is written to standard error from now on, and returns a function that gives it back and what
+// came meanwhile.
+func captureStderr(t *testing.T) (text func() string) {
+	t.Helper()
+	file, err := os.Create(filepath.Join(t.TempDir(), "stderr"))
+	require.NoError(t, err)
+	before := os.Stderr
+	os.Stderr = file
+	t.Cleanup(func() { os.Stderr = before; _ = file.Close() })
+	return func() string {
+		os.Stderr = before
+		data, err := os.ReadFile(file.Name())
+		require.NoError(t, err)
+		return string(data)
+	}
 }
 
 // A connect that succeeded is no error, whatever becomes of the connection a moment later: it will be made again.
@@ -96,6 +167,7 @@ func TestConnClosesInTheMiddleOfAStream(t *testing.T) {
 		require.NoError(t, c.WriteCommand(Ready(2)))
 		n.publishN(10)
 		synctest.Wait()
+		require.NoError(t, c.Close())
 		require.NoError(t, c.Close())
 		synctest.Wait()
 		require.Equal(t, []string{"IDENTIFY", "SUB t c", "RDY 2", "RDY 0"}, n.commands())
