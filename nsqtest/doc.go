@@ -9,7 +9,7 @@
 //
 // [StartNSQD] and [StartNSQLookupd] run the servers inside the test process: quick to start, and gone with the test.
 // [StartNSQDProcess] runs nsqd as a process of its own, which can be killed without a chance to write anything, and on
-// Unix frozen. [StartProxy] puts a TCP proxy before any of them that delays, swallows, trickles, stalls, cuts and refuses.
+// Unix frozen. [StartProxy] puts a TCP proxy before any of them that delays, swallows, trickles, stalls, holds back, cuts and refuses.
 // [TempCertificates] and [StartAuthServer] supply what TLS and AUTH need.
 //
 // # Two ways to start

@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/http"
 	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -314,5 +315,24 @@ func TestStartErrors(t *testing.T) {
 			_, err := NewNSQD(opts)
 			require.Error(t, err)
 		})
+	}
+}
+
+func TestUnixSocket(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "nsqd.sock")
+	n := StartNSQD(t, NSQDOptions{TCPAddress: path})
+	require.Equal(t, path, n.TCPAddr())
+	for range 2 {
+		require.NoError(t, n.Publish("events", []byte("one")))
+		nc, err := net.Dial("unix", path)
+		require.NoError(t, err)
+		w := newWire(t, nc)
+		w.send(t, "  V2")
+		w.subscribe(t, "events", "archive", 1)
+		id, body := w.message(t)
+		require.Equal(t, "one", body)
+		w.send(t, "FIN %s\n", id)
+		require.NoError(t, nc.Close())
+		require.NoError(t, n.Restart())
 	}
 }

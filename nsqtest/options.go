@@ -14,8 +14,8 @@ import (
 // NSQDOptions says how an nsqd differs from the usual. The zero value of a field leaves nsqd's default (or that of this
 // package, see its page) in place. The struct is copied; its slices must not be changed later.
 type NSQDOptions struct {
-	TCPAddress  string // "host:port" to listen on; default a free port of 127.0.0.1
-	HTTPAddress string // same for HTTP
+	TCPAddress  string // "host:port" to listen on, or the path of a Unix socket; default a free port of 127.0.0.1
+	HTTPAddress string // "host:port" for HTTP; default a free port of 127.0.0.1
 
 	// BroadcastTCPAddr is the "host:port" that nsqlookupd gives to consumers. Default TCPAddress. Name a Proxy's address here to
 	// have consumers that ask nsqlookupd come through the proxy.

@@ -55,9 +55,13 @@ func portOf(addr string) (int, error) {
 	return strconv.Atoi(port)
 }
 
-// probe tells whether addr can be listened on.
+// probe tells whether addr can be listened on. What is no "host:port" is the path of a Unix socket, as for nsqd.
 func probe(addr string) error {
-	l, err := net.Listen("tcp", addr)
+	network := "tcp"
+	if _, _, err := net.SplitHostPort(addr); err != nil {
+		network = "unix"
+	}
+	l, err := net.Listen(network, addr)
 	if err != nil {
 		return err
 	}

@@ -45,7 +45,8 @@ type faults struct {
 	stall        bool
 	trickleBytes int // 0 is off
 	tricklePause time.Duration
-	cutAfter     int64 // bytes left until a connection is reset; 0 is off
+	cutAfter     int64  // bytes left until a connection is reset; 0 is off
+	holdAt       string // empty is off
 }
 
 // Proxy forwards TCP connections to a target, and breaks them on demand. Faults can be switched at any time, work on open and on new
@@ -198,6 +199,14 @@ func (p *Proxy) Trickle(dir Direction, n int, pause time.Duration) {
 // all connections, and each direction for itself. Zero turns it off.
 func (p *Proxy) CutAfter(dir Direction, n int64) {
 	p.change(dir, func(f *faults) { f.cutAfter = n })
+}
+
+// HoldAt holds each connection back at the next occurrence of text, which doesn't pass, nor does anything after it. If text comes in
+// pieces, its beginning may have passed. Nothing is lost: all goes on with Heal. So a peer is made that never sees, or never
+// gives, one step of a handshake, while the other direction goes on: hold ToServer at "SUB ", or ToClient at "CLOSE_WAIT". In a
+// stream with TLS or compression the text is that of the encoded bytes. An empty text turns it off.
+func (p *Proxy) HoldAt(dir Direction, text string) {
+	p.change(dir, func(f *faults) { f.holdAt = text })
 }
 
 // change changes the faults of a direction and tells those who wait for that.

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"io"
 	"net"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -32,6 +33,7 @@ type link struct {
 	cancel context.CancelFunc
 	client *net.TCPConn
 	halves [lanes]atomic.Bool // closed by HalfClose; written with proxy.mu held
+	passed [lanes][]byte      // the last bytes that passed, for HoldAt; each owned by its lane's writer
 	server *net.TCPConn       // nil until connected; written with proxy.mu held, before the lanes start
 	reset  bool               // how the link was closed; guarded by proxy.mu
 }
@@ -189,14 +191,17 @@ func (l *link) writeLane(lane int, to *net.TCPConn, chunks <-chan chunk) {
 func (l *link) deliver(lane int, to net.Conn, data []byte) bool {
 	f := &l.proxy.faults[lane] // read with proxy.mu held
 	for len(data) > 0 {
-		swallow := false
-		if !l.proxy.await(l.ctx, func() bool { swallow = f.blackHole; return f.stall }) {
+		swallow, n := false, 0
+		if !l.proxy.await(l.ctx, func() bool {
+			swallow, n = f.blackHole, l.beforeHold(lane, f.holdAt, data)
+			return f.stall || n == 0
+		}) {
 			return false
 		}
 		if swallow || l.halves[lane].Load() {
 			return true
 		}
-		n, pause, cut := l.proxy.take(lane, len(data))
+		n, pause, cut := l.proxy.take(lane, n)
 		written, err := to.Write(data[:n])
 		l.proxy.bytes[lane].Add(int64(written))
 		if err != nil && l.halves[lane].Load() {
@@ -206,12 +211,36 @@ func (l *link) deliver(lane int, to net.Conn, data []byte) bool {
 			l.close(true)
 			return false
 		}
+		l.remember(lane, data[:n])
 		data = data[n:]
 		if !sleep(l.ctx, pause) {
 			return false
 		}
 	}
 	return true
+}
+
+// beforeHold returns how many bytes of data may pass before text, or what is left of it: it may have begun in what has passed.
+func (l *link) beforeHold(lane int, text string, data []byte) int {
+	if text == "" {
+		return len(data)
+	}
+	begun := l.passed[lane]
+	begun = begun[max(0, len(begun)-(len(text)-1)):]
+	i := strings.Index(string(begun)+string(data), text)
+	if i < 0 {
+		return len(data)
+	}
+	return max(0, i-len(begun))
+}
+
+// remembered is how long a text may be that comes in pieces.
+const remembered = 64
+
+// remember keeps the end of what has passed.
+func (l *link) remember(lane int, data []byte) {
+	all := append(l.passed[lane], data[max(0, len(data)-remembered):]...)
+	l.passed[lane] = append(l.passed[lane][:0], all[max(0, len(all)-remembered):]...)
 }
 
 // end passes on the end of a stream: an orderly one, or a reset.

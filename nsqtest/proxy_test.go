@@ -249,6 +249,51 @@ func TestProxyCutAfter(t *testing.T) {
 	hear(t, p.client, "once only")
 }
 
+func TestProxyHoldAt(t *testing.T) {
+	tests := map[string]struct {
+		sent   []string
+		passed string
+	}{
+		"in the middle":      {[]string{"NOP\nSUB a b\nRDY 1\n"}, "NOP\n"},
+		"at the start":       {[]string{"SUB a b\n"}, ""},
+		"in pieces":          {[]string{"NOP\nS", "UB a b\n"}, "NOP\nS"},
+		"what looks like it": {[]string{"SU", "NOP\n", "SU", "BTLE\n", "SUB a b\n"}, "SUNOP\nSUBTLE\n"},
+	}
+	for name, test := range tests {
+		t.Run(name, func(t *testing.T) {
+			ps := newPairs(t)
+			p, second := ps.open(t), ps.open(t)
+			ps.proxy.HoldAt(ToServer, "SUB ")
+			passed := int64(0)
+			for _, piece := range test.sent {
+				say(t, p.client, piece)
+				passed = min(passed+int64(len(piece)), int64(len(test.passed)))
+				eventually(t, "the piece has passed", func() bool { return ps.proxy.Bytes(ToServer) == passed })
+			}
+			hear(t, p.server, test.passed)
+			silence(t, p.server)
+			say(t, p.client, "never before the rest")
+			require.NoError(t, p.client.CloseWrite())
+			silence(t, p.server)
+			say(t, p.server, "the other direction goes on")
+			hear(t, p.client, "the other direction goes on")
+
+			say(t, second.client, "another: ")
+			hear(t, second.server, "another: ")
+			say(t, second.client, "SUB ")
+			silence(t, second.server)
+
+			require.NoError(t, ps.proxy.Heal())
+			hear(t, p.server, strings.TrimPrefix(strings.Join(test.sent, ""), test.passed)+"never before the rest")
+			_, err := p.server.Read(make([]byte, 1))
+			require.ErrorIs(t, err, io.EOF)
+			hear(t, second.server, "SUB ")
+			say(t, second.client, "SUB again")
+			hear(t, second.server, "SUB again")
+		})
+	}
+}
+
 func TestProxyCut(t *testing.T) {
 	ps := newPairs(t)
 	first, second := ps.open(t), ps.open(t)
@@ -345,6 +390,7 @@ func TestProxyCloseEndsAll(t *testing.T) {
 		"black hole": func(p *Proxy) { p.BlackHole(Both) },
 		"stall":      func(p *Proxy) { p.Stall(Both) },
 		"trickle":    func(p *Proxy) { p.Trickle(Both, 1, time.Hour) },
+		"hold":       func(p *Proxy) { p.HoldAt(Both, "bytes") },
 		"half close": func(p *Proxy) { p.HalfClose(Both) },
 		"silent":     func(p *Proxy) { p.Silent() },
 	}

@@ -3,7 +3,6 @@ package e2e
 import (
 	"fmt"
 	"os"
-	"runtime"
 	"strings"
 	"sync"
 	"testing"
@@ -11,6 +10,7 @@ import (
 
 	"github.com/rdyloop/nsq"
 	"github.com/rdyloop/nsq/nsqtest"
+	"github.com/rdyloop/nsq/nsqtest/internal/left"
 	"github.com/stretchr/testify/require"
 )
 
@@ -34,37 +34,11 @@ const (
 // TestMain fails the run if anything of the library is left at its end: all tests stop their consumers.
 func TestMain(m *testing.M) {
 	code := m.Run()
-	if left := waitForLibrary(patience); len(left) > 0 {
-		fmt.Fprintf(os.Stderr, "FAIL: %d goroutines of the library are left:\n\n%s\n", len(left), strings.Join(left, "\n\n"))
+	if stacks := left.Goroutines(patience); len(stacks) > 0 {
+		fmt.Fprintf(os.Stderr, "FAIL: %d goroutines of the library are left:\n\n%s\n", len(stacks), strings.Join(stacks, "\n\n"))
 		code = 1
 	}
 	os.Exit(code)
-}
-
-// waitForLibrary returns the stacks of the library's goroutines that don't end in time.
-func waitForLibrary(limit time.Duration) []string {
-	for deadline := time.Now().Add(limit); ; time.Sleep(time.Millisecond) {
-		left := libraryGoroutines()
-		if len(left) == 0 || time.Now().After(deadline) {
-			return left
-		}
-	}
-}
-
-// libraryGoroutines returns the stacks of goroutines that run code of package nsq or were started by it.
-func libraryGoroutines() (stacks []string) {
-	buf := make([]byte, 1<<20)
-	n := runtime.Stack(buf, true)
-	for n == len(buf) {
-		buf = make([]byte, 2*len(buf))
-		n = runtime.Stack(buf, true)
-	}
-	for stack := range strings.SplitSeq(string(buf[:n]), "\n\n") {
-		if strings.Contains(stack, "github.com/rdyloop/nsq.") {
-			stacks = append(stacks, stack)
-		}
-	}
-	return stacks
 }
 
 // eventually asks until the answer is yes.

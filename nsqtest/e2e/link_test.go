@@ -28,6 +28,26 @@ func TestLatency(t *testing.T) {
 	require.Zero(t, channelStats(t, n).TimeoutCount)
 }
 
+// TestSlowLink carries 5KB a second each way, in small pieces: what there is comes at that speed, over one connection.
+func TestSlowLink(t *testing.T) {
+	t.Parallel()
+	n := nsqtest.StartNSQD(t)
+	p := nsqtest.StartProxy(t, n.TCPAddr())
+	p.Trickle(nsqtest.Both, 50, 10*time.Millisecond)
+	l := newLedger(t)
+	l.publish(n, 150)
+	cfg := newConfig(20)
+	cfg.HeartbeatInterval = heartbeatInterval
+	startConsumer(t, cfg, l.handler(nil), p.Addr())
+	start := time.Now()
+	l.awaitAll()
+	awaitDrained(t, n)
+	// 42 bytes for a message in the one direction, and 21 for its FIN in the other.
+	require.Less(t, time.Since(start), 3*150*42*time.Second/5000+slack)
+	require.EqualValues(t, 1, p.Accepted(), "the connection was not lost")
+	require.Zero(t, channelStats(t, n).TimeoutCount)
+}
+
 // TestBrokenLinks break all at once, in mid-stream. The consumer is back as soon as it can be.
 func TestBrokenLinks(t *testing.T) {
 	t.Parallel()
@@ -79,33 +99,38 @@ func refuseForAWhile(t *testing.T, p *nsqtest.Proxy) {
 	})
 }
 
-// TestBlackHole: the link swallows everything, and neither side is told.
+// TestBlackHole: the link swallows everything, or all that nsqd sends, and neither side is told.
 func TestBlackHole(t *testing.T) {
 	t.Parallel()
 	const maxInFlight = 20
-	n := nsqtest.StartNSQD(t, nsqtest.NSQDOptions{MsgTimeout: 2 * time.Second})
-	other := nsqtest.StartNSQD(t)
-	p := nsqtest.StartProxy(t, n.TCPAddr())
-	l := newLedger(t)
-	cfg := newConfig(maxInFlight)
-	cfg.HeartbeatInterval = heartbeatInterval
-	cfg.ReadTimeout = 2 * heartbeatInterval
-	c := startConsumer(t, cfg, l.handler(nil), p.Addr(), other.TCPAddr())
-	stopStream := l.stream(2*time.Millisecond, n, other)
-	l.awaitMore(100)
-	l.fault(p.Addr(), maxInFlight+1)
-	p.BlackHole(nsqtest.Both)
-	within(t, 2*heartbeatInterval+slack, "the silence is noticed", func() bool { return !connected(c, p.Addr()) })
-	require.ErrorIs(t, nsqdStatus(c, p.Addr()).LastError, nsq.ErrHeartbeatTimeout)
-	eventually(t, "the other nsqd has the whole budget", func() bool { return rdyOf(other) == maxInFlight })
-	l.awaitMore(100)
+	for name, dir := range map[string]nsqtest.Direction{"both ways": nsqtest.Both, "from nsqd": nsqtest.ToClient} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			n := nsqtest.StartNSQD(t, nsqtest.NSQDOptions{MsgTimeout: 2 * time.Second})
+			other := nsqtest.StartNSQD(t)
+			p := nsqtest.StartProxy(t, n.TCPAddr())
+			l := newLedger(t)
+			cfg := newConfig(maxInFlight)
+			cfg.HeartbeatInterval = heartbeatInterval
+			cfg.ReadTimeout = 2 * heartbeatInterval
+			c := startConsumer(t, cfg, l.handler(nil), p.Addr(), other.TCPAddr())
+			stopStream := l.stream(2*time.Millisecond, n, other)
+			l.awaitMore(100)
+			l.fault(p.Addr(), maxInFlight+1)
+			p.BlackHole(dir)
+			within(t, 2*heartbeatInterval+slack, "the silence is noticed", func() bool { return !connected(c, p.Addr()) })
+			require.ErrorIs(t, nsqdStatus(c, p.Addr()).LastError, nsq.ErrHeartbeatTimeout)
+			eventually(t, "the other nsqd has the whole budget", func() bool { return rdyOf(other) == maxInFlight })
+			l.awaitMore(100)
 
-	p.Cut() // whatever is in the hole
-	require.NoError(t, p.Heal())
-	within(t, 2*heartbeatInterval+slack, "it is connected again", func() bool { return connected(c, p.Addr()) })
-	stopStream()
-	l.awaitAll()
-	awaitDrained(t, n, other)
+			p.Cut() // whatever is in the hole
+			require.NoError(t, p.Heal())
+			within(t, 2*heartbeatInterval+slack, "it is connected again", func() bool { return connected(c, p.Addr()) })
+			stopStream()
+			l.awaitAll()
+			awaitDrained(t, n, other)
+		})
+	}
 }
 
 // TestSilenceToNSQD: only what the consumer sends is lost, so that nsqd ends the connection.

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"maps"
-	"os"
 	"runtime/debug"
 	"slices"
 	"sync"
@@ -14,6 +13,7 @@ import (
 
 	"github.com/rdyloop/nsq"
 	"github.com/rdyloop/nsq/nsqtest"
+	"github.com/rdyloop/nsq/nsqtest/internal/left"
 	"github.com/stretchr/testify/require"
 )
 
@@ -203,7 +203,7 @@ func TestNothingIsLeftAfterStopChan(t *testing.T) {
 		nodes = append(nodes, n)
 	}
 	awaitListed(t, lookupd, 2)
-	require.Empty(t, waitForLibrary(patience), "of tests before this one")
+	require.Empty(t, left.Goroutines(patience), "of tests before this one")
 	defer debug.SetGCPercent(debug.SetGCPercent(-1)) // the collector would close what was forgotten
 	before := openFiles(t)
 
@@ -223,7 +223,7 @@ func TestNothingIsLeftAfterStopChan(t *testing.T) {
 		c.Stop()
 		receiveClosed(t, c.StopChan)
 		// The goroutine that closed it may need a moment to return.
-		require.Empty(t, waitForLibrary(200*time.Millisecond), name)
+		require.Empty(t, left.Goroutines(200*time.Millisecond), name)
 		if before >= 0 {
 			// nsqlookupd is inside this process, and closes its ends when it sees that ours are closed.
 			within(t, slack, "all file descriptors are closed: "+name, func() bool { return openFiles(t) <= before })
@@ -234,10 +234,7 @@ func TestNothingIsLeftAfterStopChan(t *testing.T) {
 // openFiles is how many file descriptors are open, -1 if the system doesn't tell.
 func openFiles(t *testing.T) int {
 	t.Helper()
-	entries, err := os.ReadDir("/proc/self/fd")
-	if os.IsNotExist(err) {
-		return -1
-	}
+	n, err := left.OpenFiles()
 	require.NoError(t, err)
-	return len(entries)
+	return n
 }
