@@ -4,6 +4,7 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"os"
 	"path/filepath"
 	"regexp"
 	"strings"
@@ -129,4 +130,33 @@ func exportedReceiver(f *ast.FuncDecl) bool {
 	}
 	id, ok := typ.(*ast.Ident)
 	return ok && id.IsExported()
+}
+
+// ARCHITECTURE.md and FAULTS.md name the tests that show what they say.
+func TestTestsNamedInTheDocumentsExist(t *testing.T) {
+	if _, err := os.Stat("nsqtest"); err != nil {
+		t.Skip("nsqtest, where some of the tests are, is a module of its own and is not here: ", err)
+	}
+	there := map[string]bool{}
+	for _, dir := range []string{".", "nsqtest", "nsqtest/e2e", "nsqtest/soak"} {
+		files, err := filepath.Glob(filepath.Join(dir, "*_test.go"))
+		require.NoError(t, err)
+		require.NotEmpty(t, files, dir)
+		for _, file := range files {
+			text, err := os.ReadFile(file)
+			require.NoError(t, err)
+			for _, m := range regexp.MustCompile(`(?m)^func ((?:Test|Fuzz|Benchmark)\w+)\(`).FindAllSubmatch(text, -1) {
+				there[string(m[1])] = true
+			}
+		}
+	}
+	for _, file := range []string{"ARCHITECTURE.md", "FAULTS.md"} {
+		text, err := os.ReadFile(file)
+		require.NoError(t, err)
+		names := regexp.MustCompile("`((?:Test|Fuzz|Benchmark)\\w+)").FindAllSubmatch(text, -1)
+		require.Greater(t, len(names), 50, file)
+		for _, m := range names {
+			require.True(t, there[string(m[1])], "%s names %s, which does not exist", file, m[1])
+		}
+	}
 }
