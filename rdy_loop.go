@@ -33,7 +33,8 @@ type rdyState struct {
 	backoff  backoff
 	seen     uint64 // the backoff period that everybody knows of
 	byConn   map[*Conn]*rdyConn
-	deadline int64 // the earliest of all messages in flight, by monotonic; 0: none
+	turns    logGate // of the warning about turns: an nsqd may come and go
+	deadline int64   // the earliest of all messages in flight, by monotonic; 0: none
 }
 
 // rdyLoop is the one goroutine that decides on RDY and backoff. It is told what happens, looks at the connections, and
@@ -54,6 +55,7 @@ func (r *Consumer) rdyLoop(concurrency int) {
 		},
 		backoff: backoff{strategy: containedStrategy{r.config.backoffStrategy(), r.log}, maxDuration: r.config.MaxBackoffDuration},
 		byConn:  make(map[*Conn]*rdyConn),
+		turns:   logGate{interval: 10 * time.Minute},
 	}
 	timer := time.NewTimer(time.Hour)
 	defer timer.Stop()
@@ -85,7 +87,9 @@ func (r *Consumer) handleEvent(s *rdyState, e rdyEvent) {
 			e.conn.log.logf(LogLevelWarning, "max RDY count %d < consumer max in flight %d, truncation possible", c.max, limit)
 		}
 		if n := len(s.rules.conns); int64(n) == s.rules.maxInFlight+1 && n > 1 {
-			r.log.logf(LogLevelWarning, "%d nsqds take turns with a max-in-flight of %d", n, s.rules.maxInFlight)
+			if ok, _ := s.turns.allow(now); ok {
+				r.log.logf(LogLevelWarning, "%d nsqds take turns with a max-in-flight of %d", n, s.rules.maxInFlight)
+			}
 		}
 	case rdyDown:
 		if c := s.byConn[e.conn]; c != nil {
@@ -218,7 +222,7 @@ func (r *Consumer) expireMessages(s *rdyState, now int64) {
 	for _, c := range s.rules.conns {
 		if n := c.conn.expire(now); n > 0 {
 			if ok, more := r.expiredGate.allow(time.Now()); ok {
-				c.conn.log.logf(LogLevelWarning, "the timeout of %d messages has passed before they were answered%s", n, alsoSuppressed(more))
+				c.conn.log.logf(LogLevelWarning, "the timeout of %s has passed before an answer%s", counted(n, "message"), alsoSuppressed(more))
 			}
 		}
 	}

@@ -240,7 +240,7 @@ func TestHeartbeatsAreAnsweredWhateverHandlersDo(t *testing.T) {
 				status := r.Status()
 				require.Positive(t, status.Running)
 				require.Equal(t, tt.expired, status.MessagesExpired > 0)
-				require.Equal(t, tt.expired, strings.Contains(log.text(), "messages has passed before they were answered"))
+				require.Equal(t, tt.expired, strings.Contains(log.text(), "has passed before an answer"))
 			})
 		})
 	}
