@@ -256,7 +256,7 @@ func TestConfigIsPrintedWithoutItsSecret(t *testing.T) {
 	slog.New(slog.NewTextHandler(&out, nil)).Info("config", "config", cfg, "value", *cfg)
 	slog.New(slog.NewJSONHandler(&out, nil)).Info("config", "config", cfg, "value", *cfg)
 	all.hear(out.String())
-	_, err := json.Marshal(cfg)
+	_, err := json.Marshal(map[string]any{"cfg": cfg}) // refused for its funcs; its error must not tell either
 	all.hear(err)
 	all.requireNoSecret(t)
 
