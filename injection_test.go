@@ -114,7 +114,7 @@ func TestNastyDiscoveredAddressesAreNotDialled(t *testing.T) {
 		return fmt.Sprintf(`{"broadcast_address":%s,"tcp_port":%v}`, h, port)
 	}
 	bad := []string{
-		producer("a", -1), producer("a", 0), producer("a", 65536), producer("a", 1<<40), producer("a", "4150.5"),
+		producer("a", -1), producer("a", 0), producer("a", 65536), producer("a", int64(1)<<40), producer("a", "4150.5"),
 		producer("a", `"4150"`), producer("a", `"4150\nSUB t c"`), producer("a", "null"), producer("a", "[4150]"), producer("a", "1e9"),
 		producer("a", "-0"), producer("a", "4150e0"),
 		producer("/var/run/docker.sock", 4150), producer("unix:/x", 4150), producer("./x", 4150), producer("../x", 4150),
