@@ -611,7 +611,7 @@ func FuzzParseAddresses(f *testing.F) {
 		require.Contains(t, []string{"http", "https"}, u.Scheme)
 		require.Empty(t, u.Fragment)
 		if !strings.Contains(s, "://") {
-			require.Equal(t, "http://"+s+"/lookup", u.String())
+			require.Equal(t, []string{"http", s, "/lookup"}, []string{u.Scheme, u.Host, u.Path})
 			network, addr, err := parseNSQDAddress(s)
 			require.Equal(t, []any{"tcp", s, nil}, []any{network, addr, err}, "what is host:port here is host:port there")
 		} else {

@@ -333,3 +333,19 @@ func TestOneSideTakesAMessage(t *testing.T) {
 		require.False(t, s.queued())
 	}
 }
+
+// Handlers that are stuck don't look, and nothing else would.
+func TestDroppedMessagesLeaveTheInbox(t *testing.T) {
+	q := newInbox()
+	for range 100 {
+		ms := make([]*Message, inboxSize)
+		for i := range ms {
+			ms[i] = new(Message)
+		}
+		q.put(ms)
+		for _, m := range ms {
+			m.delivery.state.drop()
+		}
+		require.LessOrEqual(t, q.overflow.Load(), int64(4*inboxSize))
+	}
+}
