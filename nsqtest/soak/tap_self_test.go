@@ -373,3 +373,24 @@ func TestTapCountsWhatIsForgotten(t *testing.T) {
 	require.Equal(t, "lost", b.journal.closed[1].text)
 	require.Zero(t, b.journal.closed[1].number)
 }
+
+// What the machine did not let the library do in time is not held against it; what came in good time is.
+func TestTapReckonsWithATimeOfStandstill(t *testing.T) {
+	tp := newTap(nil, time.Second, 1)
+	require.Equal(t, noticed, tp.noticed())
+	tp.tick()
+	tp.ticked = tp.ticked.Add(-3 * time.Second)
+	require.Greater(t, tp.noticed(), noticed+2*time.Second, "before the tick that tells")
+	tp.tick()
+	require.Greater(t, tp.noticed(), noticed+2*time.Second)
+	for range 100 {
+		tp.ticked = tp.ticked.Add(-tickEvery)
+		tp.tick()
+	}
+	require.Greater(t, tp.noticed(), noticed+2*time.Second, "what began before is still to be seen")
+	for range 2000 {
+		tp.ticked = tp.ticked.Add(-tickEvery)
+		tp.tick()
+	}
+	require.Less(t, tp.noticed(), noticed+tickEvery)
+}

@@ -71,6 +71,8 @@ type tap struct {
 	limits   []limit                   // max-in-flight over time, the present one last
 	suspects []*suspect
 	stats    tapStats
+	ticked   time.Time     // when the last tick came
+	stalled  time.Duration // how late ticks were lately
 }
 
 // tapStats are for people.
@@ -119,6 +121,33 @@ func newTap(j journal, timeout time.Duration, maxInFlight int) *tap {
 	}
 }
 
+// tickEvery is how often tick is to be called.
+const tickEvery = 20 * time.Millisecond
+
+// tick notices when this process, or the tap itself, stands still: on a machine with too much to do, that is nothing the
+// library could help.
+func (t *tap) tick() {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	now := time.Now()
+	elapsed := now.Sub(t.ticked)
+	// What was lost counts for a while, as it is seen in what began before.
+	t.stalled = max(0, t.stalled-elapsed/8)
+	if late := elapsed - tickEvery; !t.ticked.IsZero() && late > 5*tickEvery {
+		t.stalled += late
+	}
+	t.ticked = now
+}
+
+// noticed is by when the library has acted on something, reckoning with the time that it had.
+func (t *tap) noticed() time.Duration {
+	d := noticed + t.stalled
+	if late := time.Since(t.ticked) - tickEvery; !t.ticked.IsZero() && late > 5*tickEvery {
+		d += late // the next tick will tell
+	}
+	return d
+}
+
 // setLimit is told of a new max-in-flight before the consumer is.
 func (t *tap) setLimit(n int) {
 	t.mu.Lock()
@@ -129,7 +158,7 @@ func (t *tap) setLimit(n int) {
 // limit returns the highest max-in-flight that may still be in effect.
 func (t *tap) limit(now time.Time) int {
 	// What was replaced long ago doesn't count; what replaced it does.
-	for len(t.limits) > 1 && now.Sub(t.limits[1].since) > noticed {
+	for len(t.limits) > 1 && now.Sub(t.limits[1].since) > t.noticed() {
 		t.limits = t.limits[1:]
 	}
 	most := 0
@@ -540,9 +569,9 @@ func (t *tap) closeConn(c *tapConn) {
 
 // begin enters that a handler has a message.
 func (t *tap) begin(m *nsq.Message) *delivery {
+	now := time.Now()
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	now := time.Now()
 	d := t.byKey[deliveryKey{m.NSQDAddress, string(m.ID[:]), m.Attempts}]
 	if d == nil {
 		t.report("a handler has message %d (ID %s, attempt %d), which never came or was answered already", numberOf(m.Body), m.ID[:], m.Attempts)
@@ -551,9 +580,9 @@ func (t *tap) begin(m *nsq.Message) *delivery {
 		switch c := d.conn; {
 		case d.seq != 0:
 			t.report("a second handler has message %d, attempt %d", d.number, d.attempts)
-		case !c.closedAt.IsZero() && now.Sub(c.closedAt) > noticed:
+		case !c.closedAt.IsZero() && now.Sub(c.closedAt) > t.noticed():
 			t.report("a handler has message %d, whose connection was closed %s ago", d.number, now.Sub(c.closedAt))
-		case now.After(d.deadline.Add(noticed)):
+		case now.After(d.deadline.Add(t.noticed())):
 			t.report("a handler has message %d, which has expired %s ago", d.number, now.Sub(d.deadline))
 		}
 	}

@@ -139,6 +139,7 @@ func startWorker(cfg workerConfig, j journal) (*worker, error) {
 		w.wg.Go(func() { w.connect(addr) })
 	}
 	w.wg.Go(w.sweep)
+	w.wg.Go(w.tick)
 	if cfg.ChangeEvery > 0 {
 		w.wg.Go(w.changeMaxInFlight)
 	}
@@ -176,6 +177,12 @@ func (w *worker) wait(d time.Duration) bool {
 func (w *worker) sweep() {
 	for w.wait(200 * time.Millisecond) {
 		w.tap.sweep()
+	}
+}
+
+func (w *worker) tick() {
+	for w.wait(tickEvery) {
+		w.tap.tick()
 	}
 }
 
