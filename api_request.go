@@ -377,13 +377,13 @@ func keepSecretAtHome(client *http.Client) *http.Client {
 }
 
 // newLookupdClient returns the HTTP client that a consumer shares over its nsqlookupds, with timeout for each step
-// and for the whole; 0 is none. Its connections are closed by CloseIdleConnections, or after some idle seconds by themselves.
+// and for the whole; 0 is none. It goes through no proxy, whatever the environment says: nsqlookupds are near, and a
+// proxy would be told AuthSecret. Its connections are closed by CloseIdleConnections, or after some idle seconds by themselves.
 func newLookupdClient(timeout time.Duration) *http.Client {
 	timeout = max(timeout, 0)
 	return &http.Client{
 		Timeout: timeout,
 		Transport: &http.Transport{
-			Proxy:                  http.ProxyFromEnvironment,
 			DialContext:            (&net.Dialer{Timeout: timeout}).DialContext,
 			TLSHandshakeTimeout:    timeout,
 			ResponseHeaderTimeout:  timeout,

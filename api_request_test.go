@@ -495,7 +495,7 @@ func TestLookupdClient(t *testing.T) {
 	require.Equal(t, 3*time.Second, tr.ResponseHeaderTimeout)
 	require.Equal(t, 3*time.Second, tr.TLSHandshakeTimeout)
 	require.Less(t, tr.IdleConnTimeout, time.Minute)
-	require.NotNil(t, tr.Proxy)
+	require.Nil(t, tr.Proxy, "a proxy of the environment would be told the secret")
 	require.Nil(t, tr.TLSClientConfig)
 	require.NotSame(t, http.DefaultTransport, tr)
 	require.Zero(t, newLookupdClient(-1).Timeout)

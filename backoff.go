@@ -40,14 +40,23 @@ type containedStrategy struct {
 	log *loggers
 }
 
-func (s containedStrategy) Calculate(attempt int) (d time.Duration) {
-	defer func() {
-		if p := recover(); p != nil {
-			s.log.logf(LogLevelError, "BackoffStrategy panicked (%v)\n%s", p, debug.Stack())
-			d = 0
-		}
+func (s containedStrategy) Calculate(attempt int) time.Duration {
+	result := make(chan time.Duration, 1)
+	go func() { // of its own, for runtime.Goexit
+		var d time.Duration
+		returned := false
+		defer func() {
+			if p := recover(); p != nil {
+				s.log.logf(LogLevelError, "BackoffStrategy panicked (%v)\n%s", p, debug.Stack())
+			} else if !returned {
+				s.log.logf(LogLevelError, "BackoffStrategy called runtime.Goexit")
+			}
+			result <- d
+		}()
+		d = s.BackoffStrategy.Calculate(attempt)
+		returned = true
 	}()
-	return s.BackoffStrategy.Calculate(attempt)
+	return <-result
 }
 
 // enabled tells whether failures can have an effect at all.

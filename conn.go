@@ -297,7 +297,7 @@ func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
 		m.NSQDAddress = c.addr
 		m.Delegate = c.delegate
 		d := &m.delivery
-		d.conn, d.id, d.period = c, m.ID, c.probe
+		d.conn, d.self, d.id, d.period = c, m, m.ID, c.probe
 		if d.period != 0 {
 			if len(c.probes) >= 2*c.table.live+64 { // the same ones again and again
 				c.forgetProbes()
@@ -510,12 +510,36 @@ func (a *messageAnswers) OnTouch(m *Message) { a.c.touch(m) }
 
 // answer carries out a FIN or REQ. It never blocks on the network.
 func (c *Conn) answer(m *Message, a answer) {
-	if m.delivery.conn != c { // the delegate was put on a message made by hand
+	own := c.own(m)
+	if own == nil {
 		return
+	}
+	if own != m {
+		// While it is queued it has come again, and what m was made of is over: as with a superseded delivery, only a FIN
+		// still has a meaning.
+		if own.delivery.state.queued() && (!a.finish || !own.delivery.state.drop()) || !own.responded.CompareAndSwap(false, true) {
+			return
+		}
+		m = own
 	}
 	if !c.owner.decide(c, m, a) {
 		c.queueAnswer(m, a)
 	}
+}
+
+// own returns the message that c delivered: m itself, or what m is a copy of, or the unanswered one of the same ID if m
+// was made by hand and given our delegate, as middleware does. nil: there is none.
+func (c *Conn) own(m *Message) *Message {
+	own := m.delivery.self
+	if own == nil {
+		c.mu.Lock()
+		own = c.table.find(&m.ID)
+		c.mu.Unlock()
+	}
+	if own == nil || own.delivery.conn != c {
+		return nil
+	}
+	return own
 }
 
 // queueAnswer appends the command to what writeLoop writes next, if the message is still this connection's.
@@ -582,9 +606,11 @@ func (c *Conn) requeueDelay(m *Message, d time.Duration) time.Duration {
 
 // touch queues a TOUCH and moves the deadline.
 func (c *Conn) touch(m *Message) {
-	if m.delivery.conn != c {
+	own := c.own(m)
+	if own == nil || own != m && (own.responded.Load() || own.delivery.state.queued()) {
 		return
 	}
+	m = own
 	c.mu.Lock()
 	if gone := c.ended; gone || !m.delivery.listed {
 		superseded := m.delivery.newer != nil

@@ -56,17 +56,18 @@ type Consumer struct {
 
 	lookups lookups
 
-	mu        sync.Mutex // guards the fields below; never held while calling out or waiting
-	pool      []handlerUnit
-	poolErr   error // what was wrong with AddHandler
-	connected bool  // a Connect call got past its checks: handlers are fixed
-	started   bool  // rdyLoop and handlers run
-	stopping  bool
-	stopErr   error            // what was left when it had stopped
-	nodes     map[string]*node // by address as configured or discovered
-	leaving   map[*Conn]bool   // connections of nodes that were dropped, until they have ended
-	past      connCounts       // of connections that have ended
-	backoff   backoffStatus    // written by rdyLoop
+	mu          sync.Mutex // guards the fields below; never held while calling out or waiting
+	pool        []handlerUnit
+	poolErr     error // what was wrong with AddHandler
+	connected   bool  // a Connect call got past its checks: handlers are fixed
+	started     bool  // rdyLoop and handlers run
+	stopping    bool
+	stopLimited bool             // Stop was called, so that Config.ShutdownTimeout holds
+	stopErr     error            // what was left when it had stopped
+	nodes       map[string]*node // by address as configured or discovered
+	leaving     map[*Conn]bool   // connections of nodes that were dropped, until they have ended
+	past        connCounts       // of connections that have ended
+	backoff     backoffStatus    // written by rdyLoop
 }
 
 // handlerUnit is what one AddHandler call gave.

@@ -20,7 +20,7 @@ import (
 // messages and bodies come by the batch, commands are appended to one buffer.
 func TestMessagesCostFewAllocations(t *testing.T) {
 	checkNoLeaks(t)
-	const messages = 5000
+	const messages = 2500 // RDY
 	client, server := net.Pipe()
 	var serving sync.WaitGroup
 	defer serving.Wait()
@@ -59,8 +59,7 @@ func TestMessagesCostFewAllocations(t *testing.T) {
 	require.Less(t, perMessage, 0.5)
 }
 
-// serveMessages is an nsqd that has all its messages ready, so that it allocates nothing while they are read. It sends
-// twice RDY, which is legal.
+// serveMessages is an nsqd that has all its messages ready, so that it allocates nothing while they are read.
 func serveMessages(t *testing.T, nc net.Conn, messages int, begin <-chan struct{}) {
 	defer nc.Close()
 	var all []byte

@@ -101,16 +101,21 @@ func (c *Conn) dialUser(ctx context.Context, network, address string) (net.Conn,
 	}
 	done := make(chan result, 1)
 	go func() {
+		r := result{nil, errors.New("nsq: Config.Dial ended its goroutine")}
 		defer func() {
 			if p := recover(); p != nil {
-				done <- result{nil, fmt.Errorf("nsq: Config.Dial panicked: %v\n%s", p, debug.Stack())}
+				r = result{nil, fmt.Errorf("nsq: Config.Dial panicked: %v\n%s", p, debug.Stack())}
 			}
+			done <- r
 		}()
 		nc, err := c.config.Dial(ctx, network, address)
+		if isNil(nc) { // also what tls.Dial returns with an error, which is no nil any more as a net.Conn
+			nc = nil
+		}
 		if nc == nil && err == nil {
 			err = errors.New("nsq: Config.Dial returned neither a connection nor an error")
 		}
-		done <- result{nc, err}
+		r = result{nc, err}
 	}()
 	select {
 	case r := <-done:
@@ -258,7 +263,11 @@ func (c *Conn) upgradeTLS(ctx context.Context) error {
 	if err := c.limitAnswer(); err != nil {
 		return err
 	}
-	if err := conn.HandshakeContext(ctx); err != nil {
+	handshake := func() (err error) {
+		defer contain(&err, "a callback of the TLS config")
+		return conn.HandshakeContext(ctx)
+	}
+	if err := handshake(); err != nil {
 		return cmp.Or(context.Cause(ctx), stepError(err, "TLS"))
 	}
 	c.transport.addTLS(conn)

@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"runtime"
 	"strings"
 	"syscall"
 	"testing"
@@ -477,6 +478,34 @@ func TestDialThatMisbehaves(t *testing.T) {
 				return func(context.Context, string, string) (net.Conn, error) { return nil, boom }
 			},
 			is: boom,
+		},
+		"returns a nil pointer with an error, as tls.Dial does": {
+			dial: func(*fakeNSQD) func(context.Context, string, string) (net.Conn, error) {
+				return func(context.Context, string, string) (net.Conn, error) { return (*tls.Conn)(nil), boom }
+			},
+			is: boom,
+		},
+		"returns a nil pointer": {
+			dial: func(*fakeNSQD) func(context.Context, string, string) (net.Conn, error) {
+				return func(context.Context, string, string) (net.Conn, error) { return (*net.TCPConn)(nil), nil }
+			},
+		},
+		"returns a nil pointer late": {
+			dial: func(*fakeNSQD) func(context.Context, string, string) (net.Conn, error) {
+				return func(context.Context, string, string) (net.Conn, error) {
+					time.Sleep(time.Minute)
+					return (*net.UnixConn)(nil), boom
+				}
+			},
+			took: time.Second, is: context.DeadlineExceeded,
+		},
+		"ends its goroutine": {
+			dial: func(*fakeNSQD) func(context.Context, string, string) (net.Conn, error) {
+				return func(context.Context, string, string) (net.Conn, error) {
+					runtime.Goexit()
+					return nil, nil
+				}
+			},
 		},
 		"ignores its context and fails late": {
 			dial: func(*fakeNSQD) func(context.Context, string, string) (net.Conn, error) {

@@ -394,7 +394,7 @@ func (r *Consumer) query(ctx context.Context, client *http.Client, u *url.URL, s
 	}
 	done := make(chan lookupResult, 1)
 	go func() {
-		var res lookupResult
+		res := lookupResult{err: errors.New("nsq: the http.Client ended its goroutine")}
 		defer func() {
 			if p := recover(); p != nil {
 				res = lookupResult{err: fmt.Errorf("nsq: the http.Client panicked: %v\n%s", p, debug.Stack())}

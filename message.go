@@ -42,6 +42,7 @@ type Message struct {
 // by message ID when an answer comes: after a timeout nsqd may send the same ID again on the same connection.
 type delivery struct {
 	conn  *Conn         // the one connection that may carry the answer; nil for a message made by hand
+	self  *Message      // the message that came: a program may have copied it
 	id    MessageID     // as it came; the exported ID is the user's
 	state deliveryState // who has the message; changed by compare-and-swap
 

@@ -68,6 +68,7 @@ type node struct {
 	loud          bool          // the present connect is logged; written by serve
 	unsaid        int           // connects before it that were not; written by serve
 	lives         logGate       // of connections that are lost again and again
+	shortLives    int           // connections in a row that ended within a second
 
 	// Discovery, see lookupdLoop.
 	missing      int       // good polls in a row that did not list it
@@ -334,7 +335,7 @@ func (r *Consumer) afterConn(n *node, c *Conn, err error) (delay time.Duration, 
 		n.endTry(context.Cause(n.ctx))
 		return 0, false
 	}
-	if c != nil && c.wasUseful() {
+	if c != nil && n.wasUseful(c) {
 		n.failures = 0
 	}
 	if n.failures++; n.failures == 1 {
@@ -402,12 +403,21 @@ func (r *Consumer) logFailure(n *node, f connFailure) {
 	}
 }
 
-// wasUseful tells whether the connection did not die at once: nsqd may accept connections and yet be of no use.
-func (c *Conn) wasUseful() bool {
+// wasUseful tells whether the connection did not die at once: nsqd may accept connections and yet be of no use. One
+// that brought messages may have been, but not if it goes on like that.
+func (n *node) wasUseful(c *Conn) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	return c.counts.received > 0 || time.Since(c.since) >= time.Second
+	if time.Since(c.since) >= time.Second {
+		n.shortLives = 0
+		return true
+	}
+	n.shortLives++
+	return c.counts.received > 0 && n.shortLives <= maxShortLives
 }
+
+// maxShortLives is how many connections in a row may end within a second and yet be followed by a quick try.
+const maxShortLives = 5
 
 // reconnectDelay is a random part of an interval that doubles with each failure up to a cap, so that the consumers of
 // an nsqd that comes back don't all come at once.

@@ -146,13 +146,36 @@ func TestConnectionWithMessagesResetsTheDelay(t *testing.T) {
 		r := newDirectConsumer(t, n.cluster, nil)
 		require.NoError(t, r.ConnectToNSQD(n.addr))
 		for i := range 50 {
+			if i%maxShortLives == 0 {
+				time.Sleep(time.Second)
+			}
 			n.publish("x")
 			n.cluster.waitUntil(func() bool { return n.stats().Finished == i+1 })
 			lost := time.Now()
-			n.dropAll() // well within the first second
+			n.dropAll() // well within the first second, but for some
 			n.waitSubscribed()
 			require.LessOrEqual(t, time.Since(lost), 250*time.Millisecond)
 		}
+	})
+}
+
+// A message that each connection dies of makes no storm.
+func TestConnectionsThatDieOfTheirFirstMessageAreMadeSlowly(t *testing.T) {
+	t.Parallel()
+	synctest.Test(t, func(t *testing.T) {
+		n := newFakeNSQD(t)
+		r := newDirectConsumer(t, n.cluster, nil)
+		n.set(func(b *fakeBehaviour) {
+			b.afterCommand = func(c *fakeConn, line string) {
+				if strings.HasPrefix(line, "FIN ") {
+					c.close()
+				}
+			}
+		})
+		n.flood(0)
+		require.NoError(t, r.ConnectToNSQD(n.addr))
+		time.Sleep(time.Hour)
+		require.Less(t, len(n.dialTimes()), 700)
 	})
 }
 

@@ -41,6 +41,9 @@ func (r *Consumer) Stop() { r.beginStop(r.config.ShutdownTimeout) }
 //
 // A handler must not call it, since it waits for the handler.
 func (r *Consumer) Shutdown(ctx context.Context) error {
+	if ctx == nil {
+		ctx = context.Background()
+	}
 	release := context.AfterFunc(ctx, func() { r.forceNow(context.Cause(ctx)) })
 	defer release()
 	r.beginStop(-1)
@@ -56,6 +59,11 @@ var errShutdownTimeout = errors.New("nsq: shutdown_timeout is over")
 // beginStop starts stopping, once. A negative limit is none.
 func (r *Consumer) beginStop(limit time.Duration) {
 	r.mu.Lock()
+	if limit >= 0 && !r.stopLimited { // be it that Shutdown came before, with more patience
+		r.stopLimited = true
+		timer := time.AfterFunc(limit, func() { r.forceNow(errShutdownTimeout) })
+		context.AfterFunc(r.force, func() { timer.Stop() })
+	}
 	if r.stopping {
 		r.mu.Unlock()
 		return
@@ -74,16 +82,12 @@ func (r *Consumer) beginStop(limit time.Duration) {
 	for _, c := range conns { // not in the background: from here on no handler begins a message
 		r.closeConn(c)
 	}
-	go r.stop(limit, started)
+	go r.stop(started)
 }
 
 // stop takes the consumer apart, from the outside to the inside.
-func (r *Consumer) stop(limit time.Duration, started bool) {
+func (r *Consumer) stop(started bool) {
 	r.log.logf(LogLevelInfo, "stopping...")
-	if limit >= 0 {
-		timer := time.AfterFunc(limit, func() { r.forceNow(errShutdownTimeout) })
-		defer timer.Stop()
-	}
 	r.serving.Wait()
 	r.lookups.running.Wait()
 

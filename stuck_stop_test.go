@@ -73,3 +73,26 @@ func TestShutdownIsInTimeThoughNSQDDoesNotHangUp(t *testing.T) {
 		require.Equal(t, 500*time.Millisecond, time.Since(start))
 	})
 }
+
+// Stop has its limit also where a Shutdown with all the time in the world came before.
+func TestStopLimitsAShutdownThatHasNoLimit(t *testing.T) {
+	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+		release := make(chan struct{})
+		r := newTestConsumer(t, n.cluster, func(cfg *Config) { cfg.ShutdownTimeout = 3 * time.Second })
+		r.AddHandler(HandlerFunc(func(*Message) error { <-release; return nil }))
+		require.NoError(t, r.ConnectToNSQD(n.addr))
+		n.publish("x")
+		synctest.Wait()
+		result := make(chan error, 1)
+		var unlimited context.Context // nil is no limit
+		go func() { result <- r.Shutdown(unlimited) }()
+		time.Sleep(time.Minute)
+		begin := time.Now()
+		r.Stop()
+		r.Stop()
+		<-r.StopChan
+		require.Equal(t, 3*time.Second, time.Since(begin))
+		require.ErrorAs(t, <-result, new(*ShutdownError))
+		close(release)
+	})
+}

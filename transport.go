@@ -4,9 +4,11 @@ import (
 	"compress/flate"
 	"crypto/tls"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
+	"runtime/debug"
 	"sync/atomic"
 	"time"
 
@@ -67,7 +69,18 @@ func (t *transport) closeWrite() bool {
 }
 
 // close closes the socket itself. The goodbye of TLS could block on a peer that doesn't read.
-func (t *transport) close() { _ = t.socket.Conn.Close() }
+func (t *transport) close() {
+	var err error
+	defer contain(&err, "Close of the connection")
+	_ = t.socket.Conn.Close()
+}
+
+// contain makes an error of a panic in a user's code, which Config.Dial and Config.TlsConfig bring in. It is to be deferred.
+func contain(err *error, what string) {
+	if p := recover(); p != nil {
+		*err = fmt.Errorf("nsq: %s panicked: %v\n%s", what, p, debug.Stack())
+	}
+}
 
 // socket is the lowest layer. It sets the deadlines: below TLS and compression each byte counts as a sign of life,
 // and a deadline that passes there for good may leave those layers unusable.
@@ -98,7 +111,8 @@ func (s *socket) arm(now int64, d time.Duration) error {
 
 // Read sets the deadline anew only when a quarter of it is used up, since that costs as much as reading
 // (BenchmarkConsume). So it may pass too early; then it is set for the rest.
-func (s *socket) Read(p []byte) (int, error) {
+func (s *socket) Read(p []byte) (n int, err error) {
+	defer contain(&err, "Read of the connection")
 	for {
 		n, err := s.Conn.Read(p)
 		if s.silence == 0 {
@@ -131,6 +145,7 @@ func (s *socket) Read(p []byte) (int, error) {
 const maxWrite = 64 << 10
 
 func (s *socket) Write(p []byte) (written int, err error) {
+	defer contain(&err, "Write of the connection")
 	for {
 		piece := p[:min(len(p), maxWrite)]
 		if s.writeTimeout > 0 {

@@ -2,11 +2,13 @@ package nsq
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"net"
 	"net/http"
 	"os"
 	"path/filepath"
+	"runtime"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -174,5 +176,104 @@ func TestConnClosesInTheMiddleOfAStream(t *testing.T) {
 		time.Sleep(6 * time.Second)
 		synctest.Wait()
 		require.Zero(t, n.cluster.openConns())
+	})
+}
+
+type exitingStrategy struct{}
+
+func (exitingStrategy) Calculate(int) time.Duration {
+	runtime.Goexit()
+	return 0
+}
+
+type exitingTransport struct{}
+
+func (exitingTransport) RoundTrip(*http.Request) (*http.Response, error) {
+	runtime.Goexit()
+	return nil, nil
+}
+
+// As t.FailNow and require do when a test has gone wrong.
+func TestUserCodeThatEndsItsGoroutine(t *testing.T) {
+	t.Run("BackoffStrategy", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+				cfg.BackoffStrategy = exitingStrategy{}
+				cfg.DefaultRequeueDelay = 0
+			})
+			r.AddHandler(HandlerFunc(func(m *Message) error {
+				if m.Attempts == 1 {
+					return errors.New("not yet")
+				}
+				return nil
+			}))
+			require.NoError(t, r.ConnectToNSQD(n.addr))
+			id := n.publishN(1)[0]
+			n.cluster.waitUntil(func() bool { return n.isFinished(id) })
+			stopConsumer(t, r, time.Second)
+		})
+	})
+	t.Run("http.Client", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			r := newTestConsumer(t, n.cluster, nil)
+			u, err := parseLookupdAddress("l1:4161")
+			require.NoError(t, err)
+			_, err = r.query(t.Context(), &http.Client{Transport: exitingTransport{}}, u, "")
+			require.ErrorContains(t, err, "ended its goroutine", "and not a good answer that lists nobody")
+			stopConsumer(t, r, time.Second)
+		})
+	})
+}
+
+// brokenConn panics at one of its methods.
+type brokenConn struct {
+	net.Conn
+	method string
+}
+
+func (c brokenConn) broken(method string) {
+	if method == c.method {
+		panic("broken " + method)
+	}
+}
+
+func (c brokenConn) Read(p []byte) (int, error)  { c.broken("Read"); return c.Conn.Read(p) }
+func (c brokenConn) Write(p []byte) (int, error) { c.broken("Write"); return c.Conn.Write(p) }
+func (c brokenConn) Close() error                { _ = c.Conn.Close(); c.broken("Close"); return nil }
+
+func TestConnectionOfTheUserThatPanics(t *testing.T) {
+	for _, method := range []string{"Read", "Write", "Close"} {
+		t.Run(method, func(t *testing.T) {
+			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+				r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+					cfg.Dial = func(ctx context.Context, network, addr string) (net.Conn, error) {
+						nc, err := n.cluster.Dial(ctx, network, addr)
+						return brokenConn{nc, method}, err
+					}
+				})
+				r.AddHandler(HandlerFunc(func(*Message) error { return nil }))
+				if err := r.ConnectToNSQD(n.addr); method == "Close" {
+					require.NoError(t, err)
+				} else {
+					require.ErrorContains(t, err, "broken "+method)
+				}
+				stopConsumer(t, r, time.Second)
+			})
+		})
+	}
+	t.Run("VerifyConnection", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			n.set(func(b *fakeBehaviour) { b.tls = true })
+			r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+				cfg.TlsV1 = true
+				cfg.TlsConfig = &tls.Config{
+					InsecureSkipVerify: true,
+					VerifyConnection:   func(tls.ConnectionState) error { panic("broken callback") },
+				}
+			})
+			r.AddHandler(HandlerFunc(func(*Message) error { return nil }))
+			require.ErrorContains(t, r.ConnectToNSQD(n.addr), "broken callback")
+			stopConsumer(t, r, time.Second)
+		})
 	})
 }
