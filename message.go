@@ -38,8 +38,9 @@ type Message struct {
 	delivery delivery
 }
 
-// delivery is the book-keeping of a message that came over a connection. It is kept per delivery and never looked up
-// by message ID when an answer comes: after a timeout nsqd may send the same ID again on the same connection.
+// delivery is the book-keeping of a message that came over a connection. It is kept per delivery and not looked up by
+// message ID when an answer comes: after a timeout nsqd may send the same ID again on the same connection. Only for a
+// message made by hand there is nothing else to go by (Conn.own).
 type delivery struct {
 	conn  *Conn         // the one connection that may carry the answer; nil for a message made by hand
 	self  *Message      // the message that came: a program may have copied it

@@ -29,25 +29,28 @@ type panickingTransport struct{}
 
 func (panickingTransport) RoundTrip(*http.Request) (*http.Response, error) { panic("no network") }
 
+// comesOutOfBackoff handles a message that fails once.
+func comesOutOfBackoff(t *testing.T, n *fakeNSQD, strategy BackoffStrategy) {
+	r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+		cfg.BackoffStrategy = strategy
+		cfg.DefaultRequeueDelay = 0
+	})
+	r.AddHandler(HandlerFunc(func(m *Message) error {
+		if m.Attempts == 1 {
+			return errors.New("not yet")
+		}
+		return nil
+	}))
+	require.NoError(t, r.ConnectToNSQD(n.addr))
+	id := n.publishN(1)[0]
+	n.cluster.waitUntil(func() bool { return n.isFinished(id) })
+	stopConsumer(t, r, time.Second)
+}
+
 // Promise 18: what the user hands in may panic, the process lives, and goes on.
 func TestUserCodeThatPanics(t *testing.T) {
 	t.Run("BackoffStrategy", func(t *testing.T) {
-		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
-			r := newTestConsumer(t, n.cluster, func(cfg *Config) {
-				cfg.BackoffStrategy = panickingStrategy{}
-				cfg.DefaultRequeueDelay = 0
-			})
-			r.AddHandler(HandlerFunc(func(m *Message) error {
-				if m.Attempts == 1 {
-					return errors.New("not yet")
-				}
-				return nil
-			}))
-			require.NoError(t, r.ConnectToNSQD(n.addr))
-			id := n.publishN(1)[0]
-			n.cluster.waitUntil(func() bool { return n.isFinished(id) })
-			stopConsumer(t, r, time.Second)
-		})
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) { comesOutOfBackoff(t, n, panickingStrategy{}) })
 	})
 	t.Run("Dial", func(t *testing.T) {
 		synctest.Test(t, func(t *testing.T) {
@@ -196,22 +199,7 @@ func (exitingTransport) RoundTrip(*http.Request) (*http.Response, error) {
 // As t.FailNow and require do when a test has gone wrong.
 func TestUserCodeThatEndsItsGoroutine(t *testing.T) {
 	t.Run("BackoffStrategy", func(t *testing.T) {
-		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
-			r := newTestConsumer(t, n.cluster, func(cfg *Config) {
-				cfg.BackoffStrategy = exitingStrategy{}
-				cfg.DefaultRequeueDelay = 0
-			})
-			r.AddHandler(HandlerFunc(func(m *Message) error {
-				if m.Attempts == 1 {
-					return errors.New("not yet")
-				}
-				return nil
-			}))
-			require.NoError(t, r.ConnectToNSQD(n.addr))
-			id := n.publishN(1)[0]
-			n.cluster.waitUntil(func() bool { return n.isFinished(id) })
-			stopConsumer(t, r, time.Second)
-		})
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) { comesOutOfBackoff(t, n, exitingStrategy{}) })
 	})
 	t.Run("http.Client", func(t *testing.T) {
 		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {

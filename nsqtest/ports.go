@@ -91,7 +91,7 @@ func startOn(addrs []string, start func() error) error {
 		// A New that fails halfway keeps the listener and the directory lock that it has got so far. They are
 		// out of reach, but closed when collected.
 		runtime.GC()
-		time.Sleep(startPause)
+		time.Sleep(startPause) // nothing tells when another process lets go of a port
 	}
 	return first
 }

@@ -2,7 +2,6 @@ package e2e
 
 import (
 	"os"
-	"runtime"
 	"testing"
 	"time"
 
@@ -163,9 +162,7 @@ func TestNSQDWithDiskQueueIsKilled(t *testing.T) {
 }
 
 func TestNSQDIsFrozen(t *testing.T) {
-	if runtime.GOOS == "windows" {
-		t.Skip("Windows can't freeze a process: nsqtest has no Freeze there")
-	}
+	needsFreeze(t)
 	inBothModes(t, nsqtest.NSQDOptions{MsgTimeout: 3 * time.Second}, func(t *testing.T, o *outage) {
 		o.fill(t, 3000)
 		require.NoError(t, o.victim.Freeze())

@@ -8,7 +8,8 @@ import (
 	"time"
 )
 
-// Goroutines returns the stacks of the library's goroutines that don't end in time.
+// Goroutines returns the stacks of the library's goroutines that don't end in time. It looks again and again, since nothing
+// tells when a goroutine has ended.
 func Goroutines(limit time.Duration) []string {
 	for deadline := time.Now().Add(limit); ; time.Sleep(time.Millisecond) {
 		left := goroutines()
