@@ -824,12 +824,15 @@ func TestFakeFlood(t *testing.T) {
 		p := dialFake(t, n).subscribe()
 		n.flood(0)
 		p.command("RDY 100")
+		synctest.Wait()
+		require.Equal(t, 100, n.stats().InFlight)
 		for range 1000 {
 			p.command("FIN %s", p.expectMessage("flood", 1))
 		}
 		n.stopFlood()
 		p.command("RDY 0")
 		synctest.Wait()
+		require.Equal(t, 100, n.stats().MaxInFlight)
 		n.closeAll()
 
 		p = dialFake(t, n).subscribe()
@@ -840,7 +843,6 @@ func TestFakeFlood(t *testing.T) {
 			p.expectMessage("flood", 1)
 		}
 		require.Equal(t, 5*time.Second, time.Since(start))
-		require.Equal(t, 100, n.stats().MaxInFlight)
 	})
 }
 
