@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"io"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"sync"
@@ -67,19 +68,19 @@ type Conn struct {
 	lastRead int64  // when messages came last, by monotonic; 0: never
 	lastBeat int64  // when a heartbeat came last
 
-	out         []byte     // commands for writeLoop
-	outAnswers  int        // the FIN and REQ among them
-	unwritten   int        // FIN and REQ queued or being written
-	round       uint64     // counts what writeLoop took, so that a message has one TOUCH in each
-	writing     bool       // writeLoop is in a write
-	nop         bool       // a heartbeat waits for its answer
-	wantRDY     int64      // a mailbox: the last value wins
-	wantProbe   uint64     // what probe becomes when wantRDY is taken
-	probes      []*Message // came as probes, and may be unanswered; oldest first
-	takenRDY    int64      // last taken by writeLoop
-	writtenRDY  int64      // last written
-	held        int64      // RDY before a lowering that nsqd may not have read yet; 0 once it must have
-	heldUntil   int64      // when it must have, by monotonic
+	out         []byte        // commands for writeLoop
+	outAnswers  int           // the FIN and REQ among them
+	unwritten   int           // FIN and REQ queued or being written
+	round       uint64        // counts what writeLoop took, so that a message has one TOUCH in each
+	writing     bool          // writeLoop is in a write
+	nop         bool          // a heartbeat waits for its answer
+	wantRDY     int64         // a mailbox: the last value wins
+	wantProbe   uint64        // what probe becomes when wantRDY is taken
+	probes      []deliveryRef // came as probes, and may be unanswered; oldest first
+	takenRDY    int64         // last taken by writeLoop
+	writtenRDY  int64         // last written
+	held        int64         // RDY before a lowering that nsqd may not have read yet; 0 once it must have
+	heldUntil   int64         // when it must have, by monotonic
 	highestRDY  int64
 	largest     int   // the most memory that a message has taken
 	dropped     int64 // messages that makeRoom has dropped lately
@@ -111,7 +112,9 @@ func (c *connCounts) add(o connCounts) {
 // locks held, by readLoop if nothing else is said.
 type connOwner interface {
 	// received gets messages that were entered as unanswered.
-	received(c *Conn, ms []*Message)
+	received(c *Conn, ms *arrivals)
+	// concerns tells whether decide has to be asked about an answer.
+	concerns(a answer) bool
 	// decide is asked about an answer before it is queued, by whoever answers. If it returns true, it has queued the
 	// answer or will, after the RDY that the answer causes.
 	decide(c *Conn, m *Message, a answer) bool
@@ -158,6 +161,7 @@ func newConn(addr string, config *Config, owner connOwner, log *loggers) *Conn {
 		round:    1,
 	}
 	c.delegate = &messageAnswers{c}
+	c.table.lastGen = rand.Uint32() >> 1 // so that a message of another connection is not taken for one of this
 	c.maxRDY.Store(defaultMaxRDY)
 	return c
 }
@@ -185,13 +189,12 @@ func (c *Conn) end(err error) {
 	c.err = err
 	expected := c.closing.Swap(true)
 	var ran []MessageID
-	c.table.clear(func(m *Message) {
-		if m.delivery.state.drop() {
-			m.Body = nil // it may lie in the queue for a while
-		} else {
-			ran = append(ran, m.delivery.id)
+	for s := c.table.oldest(); s != nil; s = c.table.oldest() {
+		if id := s.id; c.table.retire(s) {
+			ran = append(ran, id)
 		}
-	})
+	}
+	c.table.release()
 	c.out, c.unwritten, c.outAnswers = nil, 0, 0
 	waiters := c.waiters
 	c.waiters = nil
@@ -234,7 +237,7 @@ func (c *Conn) read() error {
 	var batch messageBatch
 	for {
 		for {
-			frameType, data, owned, ok, err := frames.next()
+			frameType, data, body, ok, err := frames.next()
 			if err != nil {
 				return err
 			}
@@ -242,12 +245,12 @@ func (c *Conn) read() error {
 				break
 			}
 			if frameType == FrameTypeMessage {
-				if batch.full(data) {
+				if batch.full(data, body) {
 					if err := c.deliver(&batch); err != nil {
 						return err
 					}
 				}
-				if err := batch.add(data, owned); err != nil {
+				if err := batch.add(data, body); err != nil {
 					return err
 				}
 				continue
@@ -274,6 +277,7 @@ func (c *Conn) deliver(batch *messageBatch) error {
 		return nil
 	}
 	ms := batch.take()
+	ms.conn = c
 	tell, err := c.enter(ms, monotonic())
 	if err != nil {
 		return err
@@ -286,46 +290,40 @@ func (c *Conn) deliver(batch *messageBatch) error {
 }
 
 // enter makes the messages count as unanswered. It reports whether rdyLoop should look.
-func (c *Conn) enter(ms []*Message, now int64) (tell bool, err error) {
+func (c *Conn) enter(ms *arrivals, now int64) (tell bool, err error) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.ended {
 		return false, net.ErrClosed
 	}
-	c.makeRoom(ms, now)
-	for _, m := range ms {
+	var limit int64
+	if c.msgTimeout > 0 {
+		ms.deadline = now + int64(c.msgTimeout)
+	}
+	if c.maxMsgTimeout > 0 {
+		limit = now + int64(c.maxMsgTimeout)
+	}
+	c.makeRoom(ms.messages, now)
+	for i := range ms.messages {
+		m := &ms.messages[i]
 		m.NSQDAddress = c.addr
 		m.Delegate = c.delegate
-		d := &m.delivery
-		d.conn, d.self, d.id, d.period = c, m, m.ID, c.probe
-		if d.period != 0 {
+		if old := c.table.find(&m.ID); old != nil { // its timeout has passed for nsqd
+			c.table.retire(old)
+			c.counts.expired++
+		}
+		s := c.table.insert(m, ms.deadline, messageSize(m))
+		s.limit, s.period = limit, c.probe
+		m.ref = s.ref
+		if c.probe != 0 {
 			if len(c.probes) >= 2*c.table.live+64 { // the same ones again and again
 				c.forgetProbes()
 			}
-			c.probes = append(c.probes, m)
-		}
-		if c.msgTimeout > 0 {
-			d.deadline = now + int64(c.msgTimeout)
-		}
-		if c.maxMsgTimeout > 0 {
-			d.limit = now + int64(c.maxMsgTimeout)
-		}
-		live := c.table.live
-		old := c.table.insert(m)
-		if old == nil {
-			continue
-		}
-		if c.table.live == live { // the old one counted as unanswered: its timeout has passed for nsqd
-			c.counts.expired++
-		}
-		if old.delivery.state.drop() {
-			old.Body = nil
-		} else {
-			old.delivery.newer = m
+			c.probes = append(c.probes, s.ref)
 		}
 	}
-	c.counts.received += uint64(len(ms))
-	c.fresh += int64(len(ms))
+	c.counts.received += uint64(len(ms.messages))
+	c.fresh += int64(len(ms.messages))
 	c.lastRead = now
 	live := c.table.live
 	c.peak = max(c.peak, live)
@@ -345,18 +343,21 @@ const (
 	spareBytes      = 1 << 20 // that messages may take whatever RDY is
 )
 
+// messageSize is the memory that a message is taken to need.
+func messageSize(m *Message) int { return messageOverhead + len(m.Body) }
+
 // bytesFor is the memory that so many messages may take.
 func (c *Conn) bytesFor(messages int64) int64 { return messages*int64(c.largest) + spareBytes }
 
 // makeRoom drops the oldest messages that wait for a handler if together with ms they would take more memory than the
 // highest RDY stands for. nsqd never has more than that in flight for us: when it sends more, it has taken the oldest back,
 // though by our clock their timeout may not have passed yet.
-func (c *Conn) makeRoom(ms []*Message, now int64) {
+func (c *Conn) makeRoom(ms []Message, now int64) {
 	var size int64
-	for _, m := range ms {
-		m.delivery.size = messageOverhead + len(m.Body)
-		c.largest = max(c.largest, m.delivery.size)
-		size += int64(m.delivery.size)
+	for i := range ms {
+		n := messageSize(&ms[i])
+		c.largest = max(c.largest, n)
+		size += int64(n)
 	}
 	if now >= c.dropping {
 		c.dropped = 0
@@ -426,9 +427,8 @@ func (c *Conn) lose(perr *ProtocolError) {
 	c.counts.late++
 	lost := false
 	if id, ok := perr.MessageID(); ok && perr.Code == "E_TOUCH_FAILED" {
-		if m := c.table.find(&id); m != nil && m.delivery.listed {
-			c.table.remove(m)
-			m.delivery.state.drop()
+		if s := c.table.find(&id); s != nil {
+			c.table.retire(s)
 			lost = true
 		}
 	}
@@ -444,12 +444,10 @@ func (c *Conn) lose(perr *ProtocolError) {
 func (c *Conn) expire(now int64) (n int) {
 	var ran []MessageID
 	c.mu.Lock()
-	for m := c.table.expire(now); m != nil; m = c.table.expire(now) {
+	for s := c.table.due(now); s != nil; s = c.table.due(now) {
 		n++
-		if m.delivery.state.dropped() {
-			m.Body = nil
-		} else {
-			ran = append(ran, m.delivery.id)
+		if id := s.id; c.table.retire(s) {
+			ran = append(ran, id)
 		}
 	}
 	c.counts.expired += uint64(n)
@@ -462,11 +460,11 @@ func (c *Conn) expire(now int64) (n int) {
 // expireTaken drops a message that a handler was about to begin, too late.
 func (c *Conn) expireTaken(m *Message) {
 	c.mu.Lock()
-	if m.delivery.listed {
-		c.table.remove(m)
+	if s := c.table.get(m.ref); s != nil {
+		c.table.remove(s)
 		c.counts.expired++
-	} else if c.table.holds(m) { // expire was quicker, and took it for one that is being handled
-		c.table.remove(m)
+	} else { // expire was quicker, and took it for one that is being handled
+		c.table.forgetOverdue(m.ref)
 	}
 	tell := c.watched
 	c.settleLocked()
@@ -478,7 +476,7 @@ func (c *Conn) expireTaken(m *Message) {
 
 // giveBack requeues a message that no handler has begun.
 func (c *Conn) giveBack(m *Message) {
-	if m.responded.CompareAndSwap(false, true) {
+	if m.state.answer() {
 		c.queueAnswer(m, answer{})
 	}
 }
@@ -489,7 +487,7 @@ func (c *Conn) giveBackQueued() {
 	queued := c.table.queued()
 	c.mu.Unlock()
 	for _, m := range queued {
-		if m.delivery.state.drop() {
+		if m.state.drop() {
 			c.giveBack(m)
 		}
 	}
@@ -510,90 +508,96 @@ func (a *messageAnswers) OnTouch(m *Message) { a.c.touch(m) }
 
 // answer carries out a FIN or REQ. It never blocks on the network.
 func (c *Conn) answer(m *Message, a answer) {
-	own := c.own(m)
-	if own == nil {
-		return
-	}
-	if own != m {
-		// While it is queued it has come again, and what m was made of is over: as with a superseded delivery, only a FIN
-		// still has a meaning.
-		if own.delivery.state.queued() && (!a.finish || !own.delivery.state.drop()) || !own.responded.CompareAndSwap(false, true) {
+	if c.owner.concerns(a) {
+		if m = c.claimant(m, a); m == nil || c.owner.decide(c, m, a) {
 			return
 		}
-		m = own
 	}
-	if !c.owner.decide(c, m, a) {
-		c.queueAnswer(m, a)
-	}
+	c.queueAnswer(m, a)
 }
 
-// own returns the message that c delivered: m itself, or what m is a copy of, or the unanswered one of the same ID if m
-// was made by hand and given our delegate, as middleware does. nil: there is none.
-func (c *Conn) own(m *Message) *Message {
-	own := m.delivery.self
-	if own == nil {
-		c.mu.Lock()
-		own = c.table.find(&m.ID)
-		c.mu.Unlock()
+// claimant returns the message that m answers for, nil if that has its answer already.
+func (c *Conn) claimant(m *Message, a answer) *Message {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, m = c.claimantLocked(m, a)
+	return m
+}
+
+// claimantLocked also returns the slot of that message, nil if it does not count as unanswered any more. A program may
+// answer by a copy of a message, or by one that it made by hand and gave our delegate, as middleware does.
+func (c *Conn) claimantLocked(m *Message, a answer) (*slot, *Message) {
+	s := c.live(m)
+	if s == nil {
+		if _, overdue := c.table.overdueByRef[m.ref]; overdue || c.ended && m.ref != (deliveryRef{}) {
+			return nil, m
+		}
+		return nil, nil
 	}
-	if own == nil || own.delivery.conn != c {
-		return nil
+	if s.m == m {
+		return s, m
 	}
-	return own
+	// While the message is queued it has come again, and what m was made of is over: as with an overdue delivery, only a FIN
+	// still has a meaning.
+	if s.m.state.queued() && (!a.finish || !s.m.state.drop()) || !s.m.state.answer() {
+		return nil, nil
+	}
+	return s, s.m
+}
+
+// live returns the slot of the delivery that m belongs to, nil if that is over.
+func (c *Conn) live(m *Message) *slot {
+	if m.ref == (deliveryRef{}) {
+		return c.table.find(&m.ID)
+	}
+	return c.table.get(m.ref)
 }
 
 // queueAnswer appends the command to what writeLoop writes next, if the message is still this connection's.
 func (c *Conn) queueAnswer(m *Message, a answer) {
 	c.mu.Lock()
-	if gone := c.ended; gone || !c.claim(m, a.finish) {
+	s, m := c.claimantLocked(m, a)
+	if s == nil && m != nil && !c.ended {
+		s = c.claimOverdue(m, a)
+	}
+	if s == nil {
+		gone := c.ended
 		c.mu.Unlock()
-		c.owner.lateAnswer(c, m, gone)
+		if m != nil {
+			c.owner.lateAnswer(c, m, gone)
+		}
 		return
 	}
 	if a.finish {
-		c.out = appendFinish(c.out, m.delivery.id)
+		c.out = appendFinish(c.out, s.id)
 		c.counts.finished++
 	} else {
-		c.out = appendRequeue(c.out, m.delivery.id, c.requeueDelay(m, a.delay))
+		c.out = appendRequeue(c.out, s.id, c.requeueDelay(m, a.delay))
 		c.counts.requeued++
+	}
+	if s.m == m {
+		c.table.remove(s)
+	} else {
+		c.table.retire(s) // whoever has it answers in vain
 	}
 	c.outAnswers++
 	c.unwritten++
 	c.mu.Unlock()
 	c.signal()
 	if c.log.enabled(LogLevelDebug) {
-		c.log.logf(LogLevelDebug, "%s %s", a, m.delivery.id[:])
+		c.log.logf(LogLevelDebug, "%s %s", a, m.ID[:])
 	}
 }
 
-// claim takes m out of the table for its answer. It returns false if no answer may be sent: nsqd would take it as one
-// to a delivery that came later, or not at all.
-func (c *Conn) claim(m *Message, finish bool) bool {
-	if m.delivery.listed {
-		c.table.remove(m)
-		return true
+// claimOverdue returns the slot that the answer to an overdue delivery may still end, if any: nsqd would take it as one to
+// the delivery that came later, or not at all. If the message came again meanwhile, the work is done, so the new copy need
+// not be handled; nsqd has the ID in flight for us, and takes FIN for it. A REQ or TOUCH would only disturb the new one.
+func (c *Conn) claimOverdue(m *Message, a answer) *slot {
+	old, _ := c.table.forgetOverdue(m.ref)
+	if !a.finish {
+		return nil
 	}
-	newest := m
-	for newest.delivery.newer != nil {
-		newest = newest.delivery.newer
-	}
-	m.delivery.newer = nil
-	if newest == m { // expired, lost, or answered by a later delivery's FIN
-		if c.table.holds(m) {
-			c.table.remove(m)
-		}
-		return false
-	}
-	// The message came again meanwhile. The work is done, so the new copy need not be handled; nsqd has the ID in
-	// flight for us, and takes FIN for it. A REQ or TOUCH would only disturb the new one.
-	if !finish || !newest.delivery.listed {
-		return false
-	}
-	c.table.remove(newest)
-	if newest.delivery.state.drop() {
-		newest.Body = nil
-	}
-	return true
+	return c.table.find(&old.id)
 }
 
 // requeueDelay is the delay of a REQ: -1 stands for one that grows with the attempts.
@@ -606,35 +610,42 @@ func (c *Conn) requeueDelay(m *Message, d time.Duration) time.Duration {
 
 // touch queues a TOUCH and moves the deadline.
 func (c *Conn) touch(m *Message) {
-	own := c.own(m)
-	if own == nil || own != m && (own.responded.Load() || own.delivery.state.queued()) {
-		return
-	}
-	m = own
 	c.mu.Lock()
-	if gone := c.ended; gone || !m.delivery.listed {
-		superseded := m.delivery.newer != nil
+	s := c.live(m)
+	if s == nil {
+		old, overdue := c.table.overdueByRef[m.ref]
+		gone, superseded := c.ended, c.table.find(&old.id) != nil
 		c.mu.Unlock()
-		if !superseded {
+		if gone && m.ref != (deliveryRef{}) || overdue && !superseded {
 			c.owner.lateAnswer(c, m, gone)
 		}
 		return
 	}
-	if m.delivery.touched == c.round { // one is on its way already
+	if s.m != m && (s.m.HasResponded() || s.m.state.queued()) || s.touched == c.round { // one is on its way already
 		c.mu.Unlock()
 		return
 	}
-	m.delivery.touched = c.round
-	c.out = appendTouch(c.out, m.delivery.id)
-	if m.delivery.deadline != 0 {
+	s.touched = c.round
+	c.out = appendTouch(c.out, s.id)
+	if s.deadline != 0 {
 		deadline := monotonic() + int64(c.msgTimeout)
-		if m.delivery.limit != 0 {
-			deadline = min(deadline, m.delivery.limit)
+		if s.limit != 0 {
+			deadline = min(deadline, s.limit)
 		}
-		c.table.postpone(m, deadline)
+		c.table.postpone(s, deadline)
 	}
 	c.mu.Unlock()
 	c.signal()
+}
+
+// probePeriod is the backoff period that the answer to a message decides on; 0: none.
+func (c *Conn) probePeriod(m *Message) uint64 {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if s := c.table.get(m.ref); s != nil {
+		return s.period
+	}
+	return c.table.overdueByRef[m.ref].period
 }
 
 // ---- writing
@@ -828,7 +839,7 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 	c.forgetProbes()
 	var probe uint64
 	if n := len(c.probes); n > 0 {
-		probe = c.probes[n-1].delivery.period
+		probe = c.table.get(c.probes[n-1]).period
 	}
 	if c.held > 0 && monotonic() >= c.heldUntil {
 		c.held = 0
@@ -853,7 +864,7 @@ func (c *Conn) view() (v rdyView, deadline int64) {
 
 // forgetProbes forgets those that are unanswered no more.
 func (c *Conn) forgetProbes() {
-	c.probes = slices.DeleteFunc(c.probes, func(m *Message) bool { return !m.delivery.listed })
+	c.probes = slices.DeleteFunc(c.probes, func(ref deliveryRef) bool { return c.table.get(ref) == nil })
 }
 
 // follow says what rdyLoop wants to be told of, and whether its look at demand is over. It returns how many messages
@@ -863,6 +874,9 @@ func (c *Conn) follow(watched, lent, measured bool) (unanswered int64) {
 	defer c.mu.Unlock()
 	c.watched, c.lent = watched, lent
 	if measured {
+		if c.fresh == 0 {
+			c.table.release()
+		}
 		c.peak, c.fresh, c.noted = c.table.live, 0, false
 	}
 	return int64(c.table.live + c.unwritten)

@@ -55,23 +55,23 @@ func NewConn(addr string, config *Config, delegate ConnDelegate) *Conn {
 // delegateOwner is the owner of a Conn made by NewConn.
 type delegateOwner struct{ delegate ConnDelegate }
 
-func (o *delegateOwner) received(c *Conn, ms []*Message) {
-	for _, m := range ms {
+func (o *delegateOwner) received(c *Conn, ms *arrivals) {
+	for i := range ms.messages {
+		m := &ms.messages[i]
 		if c.IsClosing() { // it was on its way
 			c.giveBack(m)
 			continue
 		}
-		m.delivery.state.run()
+		m.state.run()
 		if o.delegate != nil {
 			o.delegate.OnMessage(c, m)
 		}
 	}
 }
 
+func (o *delegateOwner) concerns(answer) bool { return o.delegate != nil }
+
 func (o *delegateOwner) decide(c *Conn, m *Message, a answer) bool {
-	if o.delegate == nil {
-		return false
-	}
 	switch {
 	case a.finish:
 		o.delegate.OnMessageFinished(c, m)

@@ -26,20 +26,18 @@ type Consumer struct {
 	config  *Config // our own copy, never changed
 	log     *loggers
 
-	inbox        *inbox
-	handlers     sync.WaitGroup // handlerLoop
-	handlersDone chan struct{}  // closed when no message will come any more
-	running      atomic.Int64   // handlers at work
-	givenUp      atomic.Uint64
-	suppressed   atomic.Uint64 // answers that were not sent, some of them after the end of their connection
-	abandoned    atomic.Int64  // messages left unanswered by a stop that took too long
-	failedHere   recentIDs
-	failureGate  sharedGate
-	givenUpGate  sharedGate
-	lateGate     sharedGate
-	expiredGate  sharedGate
-	leftOutGate  sharedGate
-	wrappedGate  sharedGate
+	inbox       *inbox
+	handlers    sync.WaitGroup // handlerLoop
+	givenUp     atomic.Uint64
+	suppressed  atomic.Uint64 // answers that were not sent, some of them after the end of their connection
+	abandoned   atomic.Int64  // messages left unanswered by a stop that took too long
+	failedHere  recentIDs
+	failureGate sharedGate
+	givenUpGate sharedGate
+	lateGate    sharedGate
+	expiredGate sharedGate
+	leftOutGate sharedGate
+	wrappedGate sharedGate
 
 	events        chan rdyEvent // to rdyLoop, which never waits for those who send
 	pokes         chan struct{} // size 1: rdyLoop shall look at the connections
@@ -57,7 +55,7 @@ type Consumer struct {
 	lookups lookups
 
 	mu          sync.Mutex // guards the fields below; never held while calling out or waiting
-	pool        []handlerUnit
+	workers     []*worker
 	poolErr     error // what was wrong with AddHandler
 	connected   bool  // a Connect call got past its checks: handlers are fixed
 	started     bool  // rdyLoop and handlers run
@@ -68,12 +66,6 @@ type Consumer struct {
 	leaving     map[*Conn]bool   // connections of nodes that were dropped, until they have ended
 	past        connCounts       // of connections that have ended
 	backoff     backoffStatus    // written by rdyLoop
-}
-
-// handlerUnit is what one AddHandler call gave.
-type handlerUnit struct {
-	handler     Handler
-	concurrency int
 }
 
 // NewConsumer returns a consumer of a channel of a topic. It does nothing before it is connected.
@@ -91,25 +83,24 @@ func NewConsumer(topic string, channel string, config *Config) (*Consumer, error
 		return nil, errors.New("invalid channel name")
 	}
 	r := &Consumer{
-		StopChan:     make(chan int),
-		topic:        topic,
-		channel:      channel,
-		config:       config.clone(),
-		log:          consumerLoggers(nextInstance(), topic, channel),
-		inbox:        newInbox(),
-		failureGate:  sharedGate{gate: logGate{burst: 60, interval: 10 * time.Second}},
-		givenUpGate:  sharedGate{gate: logGate{burst: 60, interval: 10 * time.Second}},
-		lateGate:     sharedGate{gate: logGate{burst: 5, interval: time.Minute}},
-		expiredGate:  sharedGate{gate: logGate{burst: 5, interval: time.Minute}},
-		leftOutGate:  sharedGate{gate: logGate{interval: 10 * time.Minute}},
-		wrappedGate:  sharedGate{gate: logGate{interval: time.Minute}},
-		handlersDone: make(chan struct{}),
-		events:       make(chan rdyEvent, 64),
-		pokes:        make(chan struct{}, 1),
-		rdyStop:      make(chan struct{}),
-		rdyDone:      make(chan struct{}),
-		nodes:        make(map[string]*node),
-		leaving:      make(map[*Conn]bool),
+		StopChan:    make(chan int),
+		topic:       topic,
+		channel:     channel,
+		config:      config.clone(),
+		log:         consumerLoggers(nextInstance(), topic, channel),
+		inbox:       newInbox(),
+		failureGate: sharedGate{gate: logGate{burst: 60, interval: 10 * time.Second}},
+		givenUpGate: sharedGate{gate: logGate{burst: 60, interval: 10 * time.Second}},
+		lateGate:    sharedGate{gate: logGate{burst: 5, interval: time.Minute}},
+		expiredGate: sharedGate{gate: logGate{burst: 5, interval: time.Minute}},
+		leftOutGate: sharedGate{gate: logGate{interval: 10 * time.Minute}},
+		wrappedGate: sharedGate{gate: logGate{interval: time.Minute}},
+		events:      make(chan rdyEvent, 64),
+		pokes:       make(chan struct{}, 1),
+		rdyStop:     make(chan struct{}),
+		rdyDone:     make(chan struct{}),
+		nodes:       make(map[string]*node),
+		leaving:     make(map[*Conn]bool),
 	}
 	r.ctx, r.cancel = context.WithCancelCause(context.Background())
 	r.force, r.forceNow = context.WithCancelCause(context.Background())
@@ -139,7 +130,9 @@ func (r *Consumer) AddConcurrentHandlers(handler Handler, concurrency int) {
 	case concurrency < 1:
 		r.poolErr = fmt.Errorf("nsq: AddConcurrentHandlers with a concurrency of %d, must be 1 at least", concurrency)
 	default:
-		r.pool = append(r.pool, handlerUnit{handler, concurrency})
+		for range concurrency {
+			r.workers = append(r.workers, &worker{handler: handler})
+		}
 	}
 }
 
@@ -150,7 +143,7 @@ func (r *Consumer) readyLocked() error {
 		return errConsumerStopped
 	case r.poolErr != nil:
 		return r.poolErr
-	case len(r.pool) == 0:
+	case len(r.workers) == 0:
 		return errNoHandlers
 	}
 	return nil
@@ -162,14 +155,10 @@ func (r *Consumer) startLocked() {
 		return
 	}
 	r.started = true
-	concurrency := 0
-	for _, u := range r.pool {
-		concurrency += u.concurrency
-		for range u.concurrency {
-			r.handlers.Go(func() { r.handlerLoop(u.handler) })
-		}
+	for _, w := range r.workers {
+		r.handlers.Go(func() { r.handlerLoop(w) })
 	}
-	go r.rdyLoop(concurrency)
+	go r.rdyLoop(len(r.workers))
 }
 
 // ChangeMaxInFlight changes how many messages may be in flight over all connections together. It acts at once in every
@@ -241,22 +230,25 @@ func (r *Consumer) SetLookupdHttpClient(httpclient *http.Client) {
 
 // ---- what connections tell their consumer; see connOwner
 
-func (r *Consumer) received(c *Conn, ms []*Message) {
+func (r *Consumer) received(c *Conn, ms *arrivals) {
 	if !c.IsClosing() {
 		r.inbox.put(ms)
 		return
 	}
-	for _, m := range ms { // stragglers after CLS
-		if m.delivery.state.drop() {
+	for i := range ms.messages { // stragglers after CLS
+		if m := &ms.messages[i]; m.state.drop() {
 			c.giveBack(m)
 		}
 	}
 }
 
+// concerns: a FIN can change RDY only in backoff.
+func (r *Consumer) concerns(a answer) bool { return !a.finish || r.backoffActive.Load() }
+
 // decide sends an answer the long way round, through rdyLoop, if it can change RDY.
 func (r *Consumer) decide(c *Conn, m *Message, a answer) bool {
 	if !a.finish {
-		r.failedHere.add(m.delivery.id)
+		r.failedHere.add(m.ID)
 	}
 	if failure := !a.finish && a.backoff; failure && r.config.MaxBackoffDuration == 0 {
 		return false
@@ -332,12 +324,12 @@ func (r *Consumer) protocolError(c *Conn, err *ProtocolError, _ []byte) {
 func (r *Consumer) lateAnswer(c *Conn, m *Message, gone bool) {
 	r.suppressed.Add(1)
 	if gone { // its loss was logged
-		c.log.logf(LogLevelDebug, "answer to msg %s dropped, the connection is gone", m.delivery.id[:])
+		c.log.logf(LogLevelDebug, "answer to msg %s dropped, the connection is gone", m.ID[:])
 		return
 	}
 	if ok, more := r.lateGate.allow(time.Now()); ok {
 		c.log.logf(LogLevelWarning, "answer to msg %s came too late, it is nsqd's to deliver again%s",
-			m.delivery.id[:], alsoSuppressed(more))
+			m.ID[:], alsoSuppressed(more))
 	}
 }
 

@@ -12,8 +12,12 @@ const (
 	maxReadBuffer = 64 << 10 // from here on larger reads gain nothing
 
 	// largeFrame is the most data of a frame that goes through the buffer. What is larger is read
-	// straight into memory of its own.
+	// straight into memory of its own, but for its head.
 	largeFrame = 16 << 10
+
+	// shortRead is what is read into the buffer after a large frame: another one is likely to follow, and
+	// what the buffer has of it must be copied. It has room for the head and a few small frames.
+	shortRead = 512
 
 	quietFills    = 8   // after so many small fills a grown buffer is given up
 	maxEmptyReads = 100 // as many (0, nil) from a reader are a fault of its own
@@ -23,7 +27,7 @@ const (
 // goroutine in two steps: next until it finds no more, then fill.
 //
 //	for {
-//		frameType, data, owned, ok, err := f.next()
+//		frameType, data, body, ok, err := f.next()
 //		...
 //		if !ok {
 //			err = f.fill()
@@ -40,10 +44,12 @@ type frameReader struct {
 	end   int
 	buf   []byte
 
-	large   []byte // what has come of the large frame being read; nil when there is none
-	size    int    // of the data of that frame, as announced
+	large   []byte // what has come of the large frame being read, behind its head; nil when there is none
+	size    int    // that it will have, as announced
 	typ     int32  // of that frame
-	largest int    // data of the largest frame that came whole: what the peer has shown to be true
+	head    [messageHeaderSize]byte
+	largest int  // the most that came whole: what the peer has shown to be true
+	follows bool // the last frame was large
 
 	quiet int   // fills of an empty buffer in a row that brought little
 	err   error // came together with bytes; for the next fill
@@ -55,10 +61,10 @@ func newFrameReader(r io.Reader, maxFrame int32) *frameReader {
 	return &frameReader{r: r, max: frameLimit(maxFrame), buf: make([]byte, minReadBuffer)}
 }
 
-// next returns the next frame that has come whole. ok is false when there is none: call fill. If owned
-// is true, data is the caller's to keep; else it lies in the buffer and is valid until the next fill.
-// An error is final: *FrameSizeError or ErrHTTPResponse.
-func (f *frameReader) next() (frameType int32, data []byte, owned, ok bool, err error) {
+// next returns the next frame that has come whole. ok is false when there is none: call fill. The data of a large frame
+// comes in two parts: data has as much as stands before the body of a message, and body the rest, for the caller to keep. Of
+// other frames body is nil. data is valid until the next fill. An error is final: *FrameSizeError or ErrHTTPResponse.
+func (f *frameReader) next() (frameType int32, data, body []byte, ok bool, err error) {
 	b := f.buf[f.start:f.end]
 	if len(b) < frameHeader {
 		return f.nextSlow(b)
@@ -69,52 +75,58 @@ func (f *frameReader) next() (frameType int32, data []byte, owned, ok bool, err 
 		return f.nextSlow(b)
 	}
 	if len(b)-frameHeader < n {
-		return 0, nil, false, false, nil
+		return 0, nil, nil, false, nil
 	}
 	f.start += frameHeader + n
-	return int32(binary.BigEndian.Uint32(b[4:])), b[frameHeader : frameHeader+n : frameHeader+n], false, true, nil
+	f.follows = false
+	return int32(binary.BigEndian.Uint32(b[4:])), b[frameHeader : frameHeader+n : frameHeader+n], nil, true, nil
 }
 
 // nextSlow is next for what is rare: an incomplete header, a wrong size, a large frame.
-func (f *frameReader) nextSlow(b []byte) (frameType int32, data []byte, owned, ok bool, err error) {
+func (f *frameReader) nextSlow(b []byte) (frameType int32, data, body []byte, ok bool, err error) {
 	if f.large == nil {
 		if len(b) < 4 {
-			return 0, nil, false, false, nil
+			return 0, nil, nil, false, nil
 		}
 		// The size is judged before the type is there, or a web server that waits for more would
 		// never be recognised.
 		size := int32(binary.BigEndian.Uint32(b))
 		if err := checkSize(size, f.max); err != nil {
-			return 0, nil, false, false, err
+			return 0, nil, nil, false, err
 		}
 		if size < frameTypeLength {
-			return 0, nil, false, false, &FrameSizeError{Size: int64(size)}
+			return 0, nil, nil, false, &FrameSizeError{Size: int64(size)}
 		}
 		if len(b) < frameHeader {
-			return 0, nil, false, false, nil
+			return 0, nil, nil, false, nil
 		}
 		typ := int32(binary.BigEndian.Uint32(b[4:]))
 		if f.maxText > 0 && size > f.maxText && typ != FrameTypeMessage {
-			return 0, nil, false, false, &FrameSizeError{Size: int64(size), Max: f.maxText, text: true}
+			return 0, nil, nil, false, &FrameSizeError{Size: int64(size), Max: f.maxText, text: true}
 		}
-		f.beginLarge(typ, int(size)-frameTypeLength, b[frameHeader:])
+		if len(b) < frameHeader+len(f.head) {
+			return 0, nil, nil, false, nil
+		}
+		f.beginLarge(typ, int(size)-frameTypeLength-len(f.head), b[frameHeader:])
 	}
 	if len(f.large) < f.size {
-		return 0, nil, false, false, nil
+		return 0, nil, nil, false, nil
 	}
-	data = f.large
+	body = f.large
 	f.large = nil
-	f.largest = max(f.largest, len(data))
-	return f.typ, data, true, true, nil
+	f.largest = max(f.largest, len(body))
+	f.follows = true
+	return f.typ, f.head[:], body, true, nil
 }
 
-// beginLarge makes room for a frame with size bytes of data and takes what has come of it.
+// beginLarge makes room for a frame with size bytes behind its head and takes what has come of it.
 func (f *frameReader) beginLarge(typ int32, size int, have []byte) {
+	have = have[copy(f.head[:], have):]
 	have = have[:min(len(have), size)]
 	f.typ, f.size = typ, size
 	// have is never more than the room: the buffer isn't larger than firstRead.
 	f.large = append(make([]byte, 0, min(size, max(firstRead, doubled(f.largest)))), have...)
-	f.start += frameHeader + len(have)
+	f.start += frameHeader + len(f.head) + len(have)
 }
 
 // doubled is 2n, or the largest possible size where that doesn't fit an int.
@@ -126,8 +138,8 @@ func doubled(n int) int {
 	return 2 * n
 }
 
-// fill waits for one read from the stream, so that next may find more. Frames that next returned
-// without owned are void after it. The end of the stream is io.EOF between frames and io.ErrUnexpectedEOF
+// fill waits for one read from the stream, so that next may find more. The data that next returned is
+// void after it. The end of the stream is io.EOF between frames and io.ErrUnexpectedEOF
 // within one. After an error of the stream that passes, such as a deadline, fill may be called again: nothing is lost.
 func (f *frameReader) fill() error {
 	if err := f.err; err != nil {
@@ -143,7 +155,11 @@ func (f *frameReader) fill() error {
 		return err
 	}
 	f.makeRoom()
-	n, err := f.read(f.buf[f.end:])
+	room := f.buf[f.end:]
+	if f.follows && f.end == 0 {
+		room = room[:shortRead]
+	}
+	n, err := f.read(room)
 	f.end += n
 	return err
 }

@@ -23,24 +23,24 @@ type testFrame struct {
 func readFrames(r io.Reader, limit int32) ([]testFrame, error) {
 	f := newFrameReader(r, limit)
 	var frames []testFrame
-	var kept [][]byte // owned data, looked at again when all is over
+	var kept [][]byte // bodies that are ours, looked at again when all is over
 	var keptAt []int
 	for {
-		typ, data, owned, ok, err := f.next()
+		typ, data, body, ok, err := f.next()
 		switch {
 		case err != nil:
 		case !ok:
 			err = f.fill()
 		default:
-			if owned {
-				kept, keptAt = append(kept, data), append(keptAt, len(frames))
+			if body != nil {
+				kept, keptAt = append(kept, body), append(keptAt, len(frames))
 			}
 			frames = append(frames, testFrame{typ, string(data)})
 			_ = append(data, 0xaa) // must not reach the next frame
 		}
 		if err != nil {
-			for i, data := range kept {
-				frames[keptAt[i]].data = string(data)
+			for i, body := range kept {
+				frames[keptAt[i]].data += string(body)
 			}
 			return frames, err
 		}
@@ -216,10 +216,10 @@ func TestFrameReaderGoesOnAfterTimeout(t *testing.T) {
 	var got []string
 	timeouts := 0
 	for len(got) < 2 {
-		_, data, _, ok, err := f.next()
+		_, data, body, ok, err := f.next()
 		require.NoError(t, err)
 		if ok {
-			got = append(got, string(data))
+			got = append(got, string(data)+string(body))
 			continue
 		}
 		if err := f.fill(); err != nil {
@@ -325,10 +325,10 @@ func TestFrameReaderOwnership(t *testing.T) {
 	f := newFrameReader(bytes.NewReader(stream), 0)
 	var got []bool
 	for len(got) < 2 {
-		_, _, owned, ok, err := f.next()
+		_, _, body, ok, err := f.next()
 		require.NoError(t, err)
 		if ok {
-			got = append(got, owned)
+			got = append(got, body != nil)
 			continue
 		}
 		require.NoError(t, f.fill())
@@ -356,7 +356,7 @@ func TestFrameReaderLargeFramesAreOneAllocation(t *testing.T) {
 	f := newFrameReader(&endless{data: appendFrame(nil, FrameTypeMessage, make([]byte, 1<<20))}, 0)
 	read := func() {
 		for {
-			_, data, owned, ok, err := f.next()
+			_, data, body, ok, err := f.next()
 			if err == nil && !ok {
 				err = f.fill()
 			}
@@ -364,9 +364,9 @@ func TestFrameReaderLargeFramesAreOneAllocation(t *testing.T) {
 				panic(err)
 			}
 			if ok {
-				require.True(t, owned)
-				require.Len(t, data, 1<<20)
-				require.Equal(t, len(data), cap(data))
+				require.Len(t, data, messageHeaderSize)
+				require.Len(t, body, 1<<20-messageHeaderSize)
+				require.Equal(t, len(body), cap(body))
 				return
 			}
 		}
@@ -398,7 +398,7 @@ func FuzzFrameReader(f *testing.F) {
 		// Memory follows the bytes that have come, not the sizes that were announced.
 		r := newFrameReader(&splitReader{r: bytes.NewReader(stream), sizes: splits}, limit)
 		for read := 0; ; {
-			_, data, _, ok, err := r.next()
+			_, data, body, ok, err := r.next()
 			if err == nil && !ok {
 				err = r.fill()
 			}
@@ -406,7 +406,7 @@ func FuzzFrameReader(f *testing.F) {
 				break
 			}
 			if ok {
-				read += frameHeader + len(data)
+				read += frameHeader + len(data) + len(body)
 			}
 			requireFrameMemory(t, r, read)
 		}
@@ -430,13 +430,13 @@ func BenchmarkFrameReader(b *testing.B) {
 			b.SetBytes(int64(bench.size + 8))
 			for b.Loop() {
 				for {
-					_, data, _, ok, err := f.next()
+					_, data, body, ok, err := f.next()
 					if err != nil {
 						b.Fatal(err)
 					}
 					if ok {
-						if len(data) != bench.size {
-							b.Fatal(len(data))
+						if n := len(data) + len(body); n != bench.size {
+							b.Fatal(n)
 						}
 						break
 					}

@@ -68,12 +68,13 @@ func (o *heardOwner) add(format string, args ...any) {
 	o.heard = append(o.heard, fmt.Sprintf(format, args...))
 }
 
-func (o *heardOwner) received(_ *Conn, ms []*Message) {
-	for _, m := range ms {
+func (o *heardOwner) received(_ *Conn, ms *arrivals) {
+	for i := range ms.messages {
 		o.add("message %d", len(o.kept))
-		o.kept = append(o.kept, m)
+		o.kept = append(o.kept, &ms.messages[i])
 	}
 }
+func (o *heardOwner) concerns(answer) bool                              { return false }
 func (o *heardOwner) decide(*Conn, *Message, answer) bool               { return false }
 func (o *heardOwner) ranInVain([]MessageID)                             {}
 func (o *heardOwner) lateAnswer(*Conn, *Message, bool)                  {}
@@ -130,7 +131,8 @@ func FuzzReadLoop(f *testing.F) {
 			case frameType == FrameTypeMessage:
 				m, err := DecodeMessage(data)
 				if wantErr = err; err == nil {
-					want.received(nil, []*Message{m})
+					want.add("message %d", len(want.kept))
+					want.kept = append(want.kept, m)
 				}
 			case frameType == FrameTypeResponse && string(data) == heartbeat:
 				want.heartbeat(nil)
@@ -243,11 +245,10 @@ func FuzzHandshake(f *testing.F) {
 		if said.MaxRdyCount > 0 {
 			require.Equal(t, said.MaxRdyCount, c.MaxRDY())
 		}
-		m := &Message{}
 		now := monotonic()
-		_, err = c.enter([]*Message{m}, now)
+		_, err = c.enter(&arrivals{messages: make([]Message, 1)}, now)
 		require.NoError(t, err)
-		d := &m.delivery
+		d := c.table.oldest()
 		for _, v := range []struct{ granted, got int64 }{{said.MsgTimeout, d.deadline}, {said.MaxMsgTimeout, d.limit}} {
 			switch {
 			case !known:
@@ -340,7 +341,7 @@ func FuzzLayers(f *testing.F) {
 		// The same bytes as if they were compressed frames.
 		frames := newFrameReader(layered(&saidConn{r: &splitReader{r: bytes.NewReader(data), sizes: splits}}).r, 1<<20)
 		for read := 0; read < 4<<20; { // a bomb may go on
-			_, data, _, ok, err := frames.next()
+			_, data, body, ok, err := frames.next()
 			if err == nil && !ok {
 				err = frames.fill()
 			}
@@ -348,7 +349,7 @@ func FuzzLayers(f *testing.F) {
 				break
 			}
 			if ok {
-				read += frameHeader + len(data)
+				read += frameHeader + len(data) + len(body)
 			}
 			requireFrameMemory(t, frames, read)
 		}
@@ -492,34 +493,35 @@ func FuzzMessageBatch(f *testing.F) {
 		take := func() {
 			small := 0
 			for i, frame := range b.frames {
-				if i < len(b.frames)-1 || b.owned == nil {
+				if i < len(b.frames)-1 || b.large == nil {
 					small += len(frame)
 				}
 			}
-			ms := b.take()
+			ms := b.take().messages
 			require.LessOrEqual(t, len(ms), maxBatch)
 			require.True(t, small <= maxBatchBodies || len(ms) == 1)
 			require.True(t, b.empty())
-			got = append(got, ms...)
+			for i := range ms {
+				got = append(got, &ms[i])
+			}
 		}
 		for _, frame := range frames {
 			read := append(make([]byte, 0, len(frame)), frame...) // what the reader will reuse
-			owned := len(frame) > largeFrame
-			if b.full(read) {
+			var body []byte
+			if len(frame) > largeFrame {
+				read, body = read[:messageHeaderSize:messageHeaderSize], read[messageHeaderSize:]
+			}
+			if b.full(read, body) {
 				take()
 			}
-			err := b.add(read, owned)
+			err := b.add(read, body)
 			m, wantErr := DecodeMessage(slices.Clone(frame))
 			require.Equal(t, wantErr, err)
 			if err == nil {
 				want = append(want, m)
 			}
-			if len(b.frames) > 0 && (off%3 == 0 || !owned && len(b.frames)%2 == 0) {
-				n := len(b.frames)
-				if b.owned != nil {
-					n--
-				}
-				reused := slices.Clone(b.frames[:n])
+			if len(b.frames) > 0 && (off%3 == 0 || body == nil && len(b.frames)%2 == 0) {
+				reused := slices.Clone(b.frames)
 				take()
 				for _, read := range reused {
 					clear(read)

@@ -3,6 +3,7 @@ package nsq
 import (
 	"errors"
 	"runtime/debug"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -30,126 +31,178 @@ type FailedMessageLogger interface {
 	LogFailedMessage(message *Message)
 }
 
-// inbox is what handlers take messages from: one shared channel, with an overflow behind it that grows. So readers
-// never wait for handlers, though nsqd sends RDY more messages each time some time out.
+// inbox is what handlers take messages from: a queue of what came together. Readers never wait for handlers, and each
+// message is there for all handlers until one takes it.
+//
+// While handlers are busy, taking a message is one atomic addition: a lock or a channel for each would cost more than all
+// else that happens to it (BenchmarkInbox).
 type inbox struct {
-	ch       chan *Message
-	overflow atomic.Int64 // length of more: handlers look only at this
+	front atomic.Pointer[arrivals] // what handlers take from; changed under mu
 
-	mu   sync.Mutex // guards the fields below
-	more []*Message // behind ch, oldest first
-	full int        // how long more may become before it is searched for messages that no handler will get
+	mu      sync.Mutex  // guards the fields below
+	arrived sync.Cond   // something is in more, or closed
+	more    []*arrivals // behind front, oldest first
+	queued  int         // messages in more
+	full    int         // how many it may become before more is searched for messages that no handler will get
+	idle    int         // handlers that wait
+	waking  bool        // one of them was woken and has not come yet
+	closed  bool
 }
 
-// inboxSize keeps the usual max-in-flight out of the overflow.
-const inboxSize = 1024
+// minSearch is how many messages are never searched for dropped ones.
+const minSearch = 1024
 
-func newInbox() *inbox { return &inbox{ch: make(chan *Message, inboxSize)} }
+func newInbox() *inbox {
+	q := new(inbox)
+	q.arrived.L = &q.mu
+	q.front.Store(new(arrivals))
+	return q
+}
 
 // put adds messages. It never blocks.
-func (q *inbox) put(ms []*Message) {
-	if q.overflow.Load() == 0 {
-		for len(ms) > 0 && q.offer(ms[0]) {
-			ms = ms[1:]
+func (q *inbox) put(a *arrivals) {
+	q.mu.Lock()
+	q.more = append(q.more, a)
+	q.queued += len(a.messages)
+	if q.queued > max(q.full, minSearch) {
+		q.purgeLocked()
+		q.full = 2 * q.queued
+	}
+	q.wakeLocked(len(a.messages))
+	q.mu.Unlock()
+}
+
+// wakeLocked wakes a handler if there is something for it to do. Who comes wakes the next: all at once would find nothing
+// when handlers are quick, and sleeping and waking costs more than many messages do.
+func (q *inbox) wakeLocked(messages int) {
+	if messages > 0 && q.idle > 0 && !q.waking {
+		q.waking = true
+		q.arrived.Signal()
+	}
+}
+
+// take returns the next message, nil if there is none, and what it came with.
+func (q *inbox) take() (*Message, *arrivals) {
+	for {
+		front := q.front.Load()
+		if m := front.take(); m != nil {
+			return m, front
 		}
-		if len(ms) == 0 {
-			return
+		if !q.advance(front) {
+			return nil, nil
 		}
 	}
+}
+
+// advance puts the next arrivals to the front, in place of those that are used up. It returns false if there are none.
+func (q *inbox) advance(usedUp *arrivals) bool {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.more = append(q.more, ms...)
-	if len(q.more) > max(q.full, inboxSize) {
-		q.purgeLocked()
-		q.full = 2 * len(q.more)
+	if q.front.Load() != usedUp {
+		return true // somebody was quicker
 	}
-	// The length first: a handler that empties the channel right after the refill's last look must see it.
-	q.overflow.Store(int64(len(q.more)))
-	q.refillLocked()
-}
-
-func (q *inbox) offer(m *Message) bool {
-	select {
-	case q.ch <- m:
-		return true
-	default:
+	if len(q.more) == 0 {
+		if len(usedUp.messages) > 0 { // it shall not hold the memory of messages that are done
+			q.front.Store(new(arrivals))
+			q.more = nil
+		}
 		return false
 	}
+	next := q.more[0]
+	q.more[0] = nil
+	q.more = q.more[1:]
+	q.queued -= len(next.messages)
+	q.front.Store(next)
+	return true
 }
 
-// take returns the next message, nil when done is closed.
-func (q *inbox) take(done <-chan struct{}) *Message {
-	var m *Message
-	select { // much cheaper than the one with two cases
-	case m = <-q.ch:
-	default:
-		select {
-		case m = <-q.ch:
-		case <-done:
-			return nil
-		}
+// wait waits until there are messages to take. It returns false when there will be none.
+func (q *inbox) wait() bool {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	left := q.leftLocked()
+	for left == 0 && !q.closed {
+		q.idle++
+		q.arrived.Wait()
+		q.idle--
+		q.waking = false
+		left = q.leftLocked()
 	}
-	if q.overflow.Load() > 0 {
-		q.mu.Lock()
-		q.refillLocked()
-		q.mu.Unlock()
-	}
-	return m
+	q.wakeLocked(left - 1)
+	return left > 0
 }
 
-// refillLocked moves messages from the overflow to the channel.
-func (q *inbox) refillLocked() {
-	n := 0
-	for n < len(q.more) && q.offer(q.more[n]) {
-		n++
-	}
-	clear(q.more[:n])
-	q.more = q.more[n:]
-	if len(q.more) == 0 {
-		q.more = nil
-	}
-	q.overflow.Store(int64(len(q.more)))
+// leftLocked is how many messages wait for a handler.
+func (q *inbox) leftLocked() int { return q.front.Load().left() + q.queued }
+
+// close lets handlers go that find nothing.
+func (q *inbox) close() {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	q.closed = true
+	q.arrived.Broadcast()
 }
 
-// purge forgets messages that no handler will get. Those in the channel have lost their bodies and go when a handler
-// meets them.
+// purge forgets messages that no handler will get, if all that came with them are such. The others have lost their bodies
+// and go when a handler meets them.
 func (q *inbox) purge() {
-	if q.overflow.Load() == 0 {
-		return
-	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.purgeLocked()
-	q.overflow.Store(int64(len(q.more)))
-	q.refillLocked()
 }
 
 func (q *inbox) purgeLocked() {
-	var kept []*Message
-	for _, m := range q.more {
-		if !m.delivery.state.dropped() {
-			kept = append(kept, m)
+	q.queued = 0
+	q.more = slices.DeleteFunc(q.more, func(a *arrivals) bool {
+		for i := range a.messages {
+			if !a.messages[i].state.dropped() {
+				q.queued += len(a.messages)
+				return false
+			}
 		}
-	}
-	q.more = kept
+		return true
+	})
 }
 
-// handlerLoop is one unit of a handler's concurrency. It ends when the consumer has stopped.
-func (r *Consumer) handlerLoop(h Handler) {
+// worker is one unit of a handler's concurrency.
+type worker struct {
+	handler Handler
+	busy    atomic.Bool // it has a message, or is looking for one
+}
+
+// running returns how many handlers are at work.
+func (r *Consumer) running() int {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.runningLocked()
+}
+
+func (r *Consumer) runningLocked() (n int) {
+	for _, w := range r.workers {
+		if w.busy.Load() {
+			n++
+		}
+	}
+	return n
+}
+
+// handlerLoop runs a worker. It ends when the consumer has stopped.
+func (r *Consumer) handlerLoop(w *worker) {
 	ended := false
 	defer func() {
 		if !ended { // the handler ended this goroutine by runtime.Goexit: another one takes its place
-			r.handlers.Go(func() { r.handlerLoop(h) })
+			r.handlers.Go(func() { r.handlerLoop(w) })
 		}
 	}()
 	r.log.logf(LogLevelDebug, "starting Handler")
-	for m := r.inbox.take(r.handlersDone); m != nil; m = r.inbox.take(r.handlersDone) {
-		r.running.Add(1) // ahead of the claim, or a stop that is out of time could overlook a handler that begins
-		if r.claim(m) {
-			r.handle(h, m)
-		} else {
-			r.running.Add(-1)
+	for more := true; more; more = r.inbox.wait() {
+		w.busy.Store(true) // ahead of taking, or a stop that is out of time could overlook a handler that begins
+		for m, a := r.inbox.take(); m != nil; m, a = r.inbox.take() {
+			if r.claim(m, a) {
+				r.handle(w.handler, m)
+			}
 		}
+		w.busy.Store(false)
 	}
 	r.log.logf(LogLevelDebug, "stopping Handler")
 	ended = true
@@ -157,18 +210,18 @@ func (r *Consumer) handlerLoop(h Handler) {
 
 // claim takes a message for a handler. It returns false if it must not be handled: it is dropped, too old, or the
 // consumer or its connection is closing.
-func (r *Consumer) claim(m *Message) bool {
-	if !m.delivery.state.run() {
+func (r *Consumer) claim(m *Message, a *arrivals) bool {
+	if !m.state.run() {
 		return false
 	}
-	c := m.delivery.conn
+	c := a.conn
 	if c.IsClosing() {
 		// Whoever closes the connection gives back what waits, but this one was taken out from under it.
 		c.giveBack(m)
 		return false
 	}
-	// Only a handler moves the deadline, so it needs no lock yet.
-	if d := m.delivery.deadline; d != 0 && monotonic() >= d {
+	// Only a handler moves the deadline, so it is still the one that the message came with.
+	if a.deadline != 0 && monotonic() >= a.deadline {
 		c.expireTaken(m)
 		return false
 	}
@@ -179,7 +232,6 @@ func (r *Consumer) claim(m *Message) bool {
 func (r *Consumer) handle(h Handler, m *Message) {
 	returned := false
 	defer func() {
-		r.running.Add(-1)
 		if !returned {
 			r.handlerBroke(m, recover())
 		}
@@ -194,9 +246,9 @@ func (r *Consumer) handle(h Handler, m *Message) {
 func (r *Consumer) handlerBroke(m *Message, panicked any) {
 	lvl, more := gatedLevel(&r.failureGate, LogLevelError)
 	if panicked == nil {
-		r.log.logf(lvl, "Handler returned error (%s) for msg %s%s", errGoexit, m.delivery.id[:], more)
+		r.log.logf(lvl, "Handler returned error (%s) for msg %s%s", errGoexit, m.ID[:], more)
 	} else {
-		r.log.logf(lvl, "Handler panicked (%v) for msg %s%s\n%s", panicked, m.delivery.id[:], more, debug.Stack())
+		r.log.logf(lvl, "Handler panicked (%v) for msg %s%s\n%s", panicked, m.ID[:], more, debug.Stack())
 	}
 	m.Requeue(-1)
 }
@@ -217,7 +269,7 @@ var errGoexit = errors.New("nsq: the handler called runtime.Goexit")
 func (r *Consumer) respond(m *Message, err error) {
 	if err != nil {
 		lvl, more := gatedLevel(&r.failureGate, LogLevelError)
-		r.log.logf(lvl, "Handler returned error (%s) for msg %s%s", err, m.delivery.id[:], more)
+		r.log.logf(lvl, "Handler returned error (%s) for msg %s%s", err, m.ID[:], more)
 	}
 	if m.IsAutoResponseDisabled() {
 		return
@@ -239,18 +291,18 @@ func (r *Consumer) giveUp(h Handler, m *Message) bool {
 	if m.Attempts == 0 { // nsqd counts from 1, in 16 bits: more than any limit. But a server of a test may not count at all
 		if ok, more := r.wrappedGate.allow(time.Now()); ok {
 			r.log.logf(LogLevelWarning, "msg %s has 0 attempts: nsqd's counter has wrapped, and max_attempts can't tell%s",
-				m.delivery.id[:], alsoSuppressed(more))
+				m.ID[:], alsoSuppressed(more))
 		}
 	}
 	if m.Attempts <= limit {
 		return false
 	}
 	unseen := ""
-	if !r.failedHere.has(m.delivery.id) {
+	if !r.failedHere.has(m.ID) {
 		unseen = " (it did not fail in this process)"
 	}
 	lvl, more := gatedLevel(&r.givenUpGate, LogLevelWarning)
-	r.log.logf(lvl, "msg %s attempted %d times, giving up%s%s", m.delivery.id[:], m.Attempts, unseen, more)
+	r.log.logf(lvl, "msg %s attempted %d times, giving up%s%s", m.ID[:], m.Attempts, unseen, more)
 	r.givenUp.Add(1)
 	defer m.Finish() // whatever LogFailedMessage does
 	if l, ok := h.(FailedMessageLogger); ok {

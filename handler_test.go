@@ -2,13 +2,13 @@ package nsq
 
 import (
 	"errors"
-	"fmt"
 	"runtime"
 	"sync"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
+	"weak"
 
 	"github.com/stretchr/testify/require"
 )
@@ -249,28 +249,41 @@ func TestIdleHandlersGetMessages(t *testing.T) {
 	})
 }
 
-func TestInbox(t *testing.T) {
-	make1 := func(n int) []*Message {
-		ms := make([]*Message, n)
-		for i := range ms {
-			ms[i] = &Message{Body: fmt.Append(nil, i)}
-		}
-		return ms
+// arrive makes arrivals of so many messages each.
+func arrive(sizes ...int) []*arrivals {
+	as := make([]*arrivals, len(sizes))
+	for i, n := range sizes {
+		as[i] = &arrivals{messages: make([]Message, n), deadline: int64(i + 1)}
 	}
-	never := make(chan struct{})
-	done := make(chan struct{})
-	close(done)
-	t.Run("keeps the order, also beyond the channel", func(t *testing.T) {
-		q := newInbox()
-		ms := make1(5 * inboxSize)
-		q.put(ms[:10])
-		q.put(ms[10:])
-		require.EqualValues(t, 4*inboxSize, q.overflow.Load())
-		for _, want := range ms {
-			require.Same(t, want, q.take(never))
+	return as
+}
+
+// takeWaiting returns the next message as a handler gets it, nil when there will be none.
+func takeWaiting(q *inbox) *Message {
+	for {
+		if m, _ := q.take(); m != nil || !q.wait() {
+			return m
 		}
-		require.Nil(t, q.take(done))
-		require.Zero(t, q.overflow.Load())
+	}
+}
+
+func TestInbox(t *testing.T) {
+	t.Run("keeps the order", func(t *testing.T) {
+		q := newInbox()
+		as := arrive(3, 1, 5000, 0, 2)
+		for _, a := range as {
+			q.put(a)
+		}
+		for _, a := range as {
+			for i := range a.messages {
+				m, with := q.take()
+				require.Same(t, &a.messages[i], m)
+				require.Same(t, a, with)
+			}
+		}
+		q.close()
+		require.Nil(t, takeWaiting(q))
+		require.Zero(t, q.queued)
 	})
 	t.Run("loses and doubles nothing between many", func(t *testing.T) {
 		q := newInbox()
@@ -278,21 +291,20 @@ func TestInbox(t *testing.T) {
 		var got sync.Map
 		var taken atomic.Int32
 		var putting, taking sync.WaitGroup
-		end := make(chan struct{})
 		for range 4 {
 			taking.Go(func() {
-				for m := q.take(end); m != nil; m = q.take(end) {
+				for m := takeWaiting(q); m != nil; m = takeWaiting(q) {
 					if _, twice := got.LoadOrStore(m, true); twice {
 						t.Error("a message twice")
 					}
 					if taken.Add(1) == total {
-						close(end)
+						q.close()
 					}
 				}
 			})
 			putting.Go(func() {
-				for ms := make1(1500); len(ms) > 0; ms = ms[100:] {
-					q.put(ms[:100])
+				for _, a := range arrive(100, 1, 99, 500, 300, 500) {
+					q.put(a)
 				}
 			})
 		}
@@ -302,23 +314,69 @@ func TestInbox(t *testing.T) {
 	})
 	t.Run("forgets what was dropped", func(t *testing.T) {
 		q := newInbox()
-		ms := make1(inboxSize + 100)
-		q.put(ms)
-		for _, m := range ms[inboxSize:] {
-			require.True(t, m.delivery.state.drop())
+		as := arrive(10, 20, 30)
+		for _, a := range as {
+			q.put(a)
+			for i := range a.messages {
+				require.True(t, a.messages[i].state.drop())
+			}
 		}
-		ms[inboxSize+7].delivery.state.v.Store(deliveryQueued)
+		as[1].messages[7].state.bits.Store(0)
 		q.purge()
-		require.EqualValues(t, 1, q.overflow.Load())
-		for _, want := range append(ms[:inboxSize:inboxSize], ms[inboxSize+7]) {
-			require.Same(t, want, q.take(never))
+		require.Equal(t, 20, q.queued)
+		for i := range as[1].messages {
+			m, _ := q.take()
+			require.Same(t, &as[1].messages[i], m)
 		}
+		require.Zero(t, q.queued)
+	})
+	t.Run("wakes as many handlers as there are messages", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			q := newInbox()
+			var taken atomic.Int32
+			release := make(chan struct{})
+			for range 10 {
+				go func() {
+					for m := takeWaiting(q); m != nil; m = takeWaiting(q) {
+						taken.Add(1)
+						<-release
+					}
+				}()
+			}
+			for want, a := range arrive(0, 1, 2, 3, 4, 1) {
+				synctest.Wait()
+				q.put(a)
+				synctest.Wait()
+				require.EqualValues(t, []int32{0, 1, 3, 6, 10, 10}[want], taken.Load())
+			}
+			close(release)
+			synctest.Wait()
+			require.EqualValues(t, 11, taken.Load())
+			q.close()
+		})
+	})
+	t.Run("holds no messages that are done", func(t *testing.T) {
+		synctest.Test(t, func(t *testing.T) {
+			q := newInbox()
+			done := make(chan weak.Pointer[arrivals], 1)
+			go func() {
+				a := arrive(1)[0]
+				q.put(a)
+				q.take()
+				done <- weak.Make(a)
+				takeWaiting(q)
+			}()
+			synctest.Wait()
+			runtime.GC()
+			require.Nil(t, (<-done).Value())
+			q.close()
+		})
 	})
 }
 
 func TestOneSideTakesAMessage(t *testing.T) {
 	for range 200 {
-		var s deliveryState
+		var s messageState
 		var wins atomic.Int32
 		var racing sync.WaitGroup
 		for i := range 4 {
@@ -337,15 +395,13 @@ func TestOneSideTakesAMessage(t *testing.T) {
 // Handlers that are stuck don't look, and nothing else would.
 func TestDroppedMessagesLeaveTheInbox(t *testing.T) {
 	q := newInbox()
-	for range 100 {
-		ms := make([]*Message, inboxSize)
-		for i := range ms {
-			ms[i] = new(Message)
+	for range 1000 {
+		a := arrive(100)[0]
+		q.put(a)
+		for i := range a.messages {
+			a.messages[i].state.drop()
 		}
-		q.put(ms)
-		for _, m := range ms {
-			m.delivery.state.drop()
-		}
-		require.LessOrEqual(t, q.overflow.Load(), int64(4*inboxSize))
+		require.LessOrEqual(t, q.queued, 4*minSearch)
+		require.LessOrEqual(t, cap(q.more), 4*minSearch)
 	}
 }

@@ -3,29 +3,65 @@ package nsq
 import (
 	"encoding/binary"
 	"slices"
-	"weak"
 )
 
-// inFlightTable holds the deliveries of one connection that wait for their answer. It finds them by ID, since nsqd may
-// send an ID again, and by deadline. The links run through the messages themselves, so that neither costs an allocation
-// (BenchmarkInFlightTable). It is guarded by the mutex of its Conn.
+// inFlightTable holds the deliveries of one connection that wait for their answer. It finds them by the place that their
+// message knows; by ID, since nsqd may send an ID again; and by deadline. It is guarded by the mutex of its Conn.
 //
-// A delivery whose deadline has passed while a handler has it stays findable but no longer counts: should nsqd send the
-// same ID again on this connection, a FIN for the old delivery still saves the new one from being handled twice. It is
-// not kept alive for that: a message that nobody has can't be answered either.
+// What it needs to know of a delivery lies in slots that are used again and again, linked by their numbers: so a message
+// is small, costs no allocation here, and gives the garbage collector next to nothing to follow
+// (BenchmarkInFlightTable).
+//
+// A delivery whose deadline has passed while a handler has it is remembered, but no longer counts: should nsqd send the
+// same ID again on this connection, a FIN for the old delivery still saves the new one from being handled twice.
 type inFlightTable struct {
-	buckets []*Message // a power of two; nil until the first message
-	live    int        // messages in buckets, which are those that count as unanswered
-	bytes   int64      // what they take, by delivery.size
+	slots   []slot   // slots[0] is never used: 0 stands for none
+	free    uint32   // the first unused slot
+	buckets []uint32 // the first slot with a hash; their number is a power of two
+	lastGen uint32   // at least the highest generation of slots that were given up
+	live    int      // slots in use, which are the messages that count as unanswered
+	bytes   int64    // what those take, by slot.size
 
-	first, last *Message // the same, the earliest deadline first; those without one in the order they came
+	first, last uint32 // the same, the earliest deadline first; those without one in the order they came
 
-	overdue     []MessageID // expired ones that a handler still has, oldest first
-	overdueByID map[MessageID]weak.Pointer[Message]
+	overdue      []deliveryRef // expired ones that a handler still has, oldest first
+	overdueByRef map[deliveryRef]overdueDelivery
 }
 
-// maxOverdue bounds what is remembered of messages that handlers seem to have forgotten.
-const maxOverdue = 4096
+// deliveryRef names a delivery of a connection, for ever: it finds nothing once the delivery is over.
+type deliveryRef struct {
+	slot uint32 // its place in inFlightTable.slots
+	gen  uint32 // how many deliveries that place had before
+}
+
+// slot is one delivery, or none.
+type slot struct {
+	id  MessageID // as it came; the exported ID is the user's
+	m   *Message  // the message that came: a program may have copied it
+	ref deliveryRef
+
+	size     int    // of the memory that it takes
+	deadline int64  // when nsqd takes the message back, by monotonic(); 0: not known
+	limit    int64  // how far TOUCH can move the deadline; 0: not known
+	period   uint64 // the backoff period whose probe this is; 0: none
+	touched  uint64 // the round of writeLoop that has a TOUCH for it: another one would add nothing
+
+	hashNext   uint32 // next in the bucket, or next unused one
+	prev, next uint32 // neighbours in the order of deadlines
+}
+
+// overdueDelivery is what is remembered of one.
+type overdueDelivery struct {
+	id     MessageID
+	period uint64
+}
+
+const (
+	// maxOverdue bounds what is remembered of messages that handlers seem to have forgotten.
+	maxOverdue = 4096
+
+	minSlots = 16 // to begin with: an idle connection has none
+)
 
 // hashMessageID spreads IDs whose last digits differ, as those of one nsqd do, over the low bits.
 func hashMessageID(id *MessageID) uint64 {
@@ -33,207 +69,221 @@ func hashMessageID(id *MessageID) uint64 {
 	return h ^ h>>32
 }
 
-// insert adds m as unanswered and returns the delivery of the same ID that it supersedes, if there is one. That one is
-// no longer in the table afterwards.
-func (t *inFlightTable) insert(m *Message) (superseded *Message) {
-	if t.live >= len(t.buckets) {
+// insert adds a delivery as unanswered and returns its slot, for the caller to fill in the rest until the next insert.
+// The ID must not be in the table.
+func (t *inFlightTable) insert(m *Message, deadline int64, size int) *slot {
+	if t.free == 0 {
 		t.grow()
 	}
-	superseded = t.find(&m.delivery.id)
-	if superseded != nil {
-		t.remove(superseded)
-	}
-	b := &t.buckets[hashMessageID(&m.delivery.id)&uint64(len(t.buckets)-1)]
-	m.delivery.hashNext = *b
-	*b = m
+	i := t.free
+	s := &t.slots[i]
+	t.free = s.hashNext
+	b := t.bucket(&m.ID)
+	*s = slot{id: m.ID, m: m, ref: s.ref, size: size, deadline: deadline, hashNext: *b}
+	*b = i
 	t.live++
-	t.bytes += int64(m.delivery.size)
-	m.delivery.listed = true
-	t.linkByDeadline(m)
-	return superseded
+	t.bytes += int64(size)
+	t.linkByDeadline(s)
+	return s
 }
 
-// find returns the delivery with this ID, nil if there is none.
-func (t *inFlightTable) find(id *MessageID) *Message {
-	if t.live > 0 {
-		m := t.buckets[hashMessageID(id)&uint64(len(t.buckets)-1)]
-		for m != nil && m.delivery.id != *id {
-			m = m.delivery.hashNext
-		}
-		if m != nil {
-			return m
-		}
-	}
-	if len(t.overdue) == 0 {
+func (t *inFlightTable) bucket(id *MessageID) *uint32 {
+	return &t.buckets[hashMessageID(id)&uint64(len(t.buckets)-1)]
+}
+
+// get returns the slot of an unanswered delivery, nil if it isn't one.
+func (t *inFlightTable) get(ref deliveryRef) *slot {
+	if uint64(ref.slot) >= uint64(len(t.slots)) || ref.slot == 0 {
 		return nil
 	}
-	return t.overdueByID[*id].Value()
+	s := &t.slots[ref.slot]
+	if s.ref.gen != ref.gen || s.m == nil {
+		return nil
+	}
+	return s
 }
 
-// holds tells whether this very delivery is in the table, be it overdue.
-func (t *inFlightTable) holds(m *Message) bool { return t.find(&m.delivery.id) == m }
+// find returns the slot of the unanswered delivery with this ID, nil if there is none.
+func (t *inFlightTable) find(id *MessageID) *slot {
+	if t.live == 0 {
+		return nil
+	}
+	for i := *t.bucket(id); i != 0; i = t.slots[i].hashNext {
+		if t.slots[i].id == *id {
+			return &t.slots[i]
+		}
+	}
+	return nil
+}
 
-// remove takes out m, which must be in the table.
-func (t *inFlightTable) remove(m *Message) {
-	if !m.delivery.listed {
-		t.forgetOverdue(m.delivery.id)
-		return
+// remove takes out an unanswered delivery.
+func (t *inFlightTable) remove(s *slot) {
+	i := s.ref.slot
+	p := t.bucket(&s.id)
+	for *p != i {
+		p = &t.slots[*p].hashNext
 	}
-	p := &t.buckets[hashMessageID(&m.delivery.id)&uint64(len(t.buckets)-1)]
-	for *p != m {
-		p = &(*p).delivery.hashNext
-	}
-	*p = m.delivery.hashNext
-	m.delivery.hashNext = nil
-	m.delivery.listed = false
+	*p = s.hashNext
+	t.unlinkByDeadline(s)
 	t.live--
-	t.bytes -= int64(m.delivery.size)
-	t.unlinkByDeadline(m)
+	t.bytes -= int64(s.size)
+	s.m = nil
+	s.ref.gen++
+	s.hashNext = t.free
+	t.free = i
 }
 
-// expire takes the next live message whose deadline is not after now out of the count. It returns nil when there is
-// none. A message that a handler has stays findable.
-func (t *inFlightTable) expire(now int64) *Message {
-	m := t.first
-	if m == nil || later(m.delivery.deadline, now) {
-		return nil
+// retire takes out an unanswered delivery that no answer has ended: it is dropped, or remembered if a handler has it. It
+// reports whether one has.
+func (t *inFlightTable) retire(s *slot) (running bool) {
+	m, ref, old := s.m, s.ref, overdueDelivery{s.id, s.period}
+	t.remove(s)
+	if m.state.drop() {
+		m.Body = nil // it may lie in the queue for a while
+		return false
 	}
-	t.remove(m)
-	if m.delivery.state.drop() {
-		return m
-	}
-	t.forgetOverdue(m.delivery.id) // of one that nobody has any more
 	if len(t.overdue) == maxOverdue {
 		t.forgetOverdue(t.overdue[0])
 	}
-	if t.overdueByID == nil {
-		t.overdueByID = make(map[MessageID]weak.Pointer[Message])
+	if t.overdueByRef == nil {
+		t.overdueByRef = make(map[deliveryRef]overdueDelivery)
 	}
-	t.overdue = append(t.overdue, m.delivery.id)
-	t.overdueByID[m.delivery.id] = weak.Make(m)
-	return m
+	t.overdue = append(t.overdue, ref)
+	t.overdueByRef[ref] = old
+	return true
+}
+
+// forgetOverdue returns what is remembered of an overdue delivery and remembers it no more.
+func (t *inFlightTable) forgetOverdue(ref deliveryRef) (old overdueDelivery, ok bool) {
+	if old, ok = t.overdueByRef[ref]; ok {
+		delete(t.overdueByRef, ref)
+		i := slices.Index(t.overdue, ref)
+		t.overdue = slices.Delete(t.overdue, i, i+1)
+	}
+	return old, ok
+}
+
+// oldest returns the unanswered delivery with the earliest deadline, nil if there is none.
+func (t *inFlightTable) oldest() *slot {
+	if t.first == 0 {
+		return nil
+	}
+	return &t.slots[t.first]
+}
+
+// due returns the unanswered delivery with the earliest deadline if that is not after now, else nil.
+func (t *inFlightTable) due(now int64) *slot {
+	if s := t.oldest(); s != nil && !later(s.deadline, now) {
+		return s
+	}
+	return nil
 }
 
 // dropOldest takes queued messages out, those first whose deadline is the earliest, until they have made up for so many
 // bytes. It returns how many.
 func (t *inFlightTable) dropOldest(bytes int64) (n int) {
-	for m := t.first; m != nil && bytes > 0; {
-		next := m.delivery.next
-		if m.delivery.state.drop() {
-			t.remove(m)
+	for i := t.first; i != 0 && bytes > 0; {
+		s := &t.slots[i]
+		i = s.next
+		if m := s.m; m.state.drop() {
+			bytes -= int64(s.size)
+			t.remove(s)
 			m.Body = nil
-			bytes -= int64(m.delivery.size)
 			n++
 		}
-		m = next
 	}
 	return n
 }
 
 // nextDeadline returns when the next message expires, 0 if none does.
 func (t *inFlightTable) nextDeadline() int64 {
-	if t.first == nil {
-		return 0
+	if s := t.oldest(); s != nil {
+		return s.deadline
 	}
-	return t.first.delivery.deadline
+	return 0
 }
 
-// postpone gives a live message a later deadline.
-func (t *inFlightTable) postpone(m *Message, deadline int64) {
-	t.unlinkByDeadline(m)
-	m.delivery.deadline = deadline
-	t.linkByDeadline(m)
+// postpone gives an unanswered delivery a later deadline.
+func (t *inFlightTable) postpone(s *slot, deadline int64) {
+	t.unlinkByDeadline(s)
+	s.deadline = deadline
+	t.linkByDeadline(s)
 }
 
-// clear empties the table and hands each message to f.
-func (t *inFlightTable) clear(f func(m *Message)) {
-	for i := range t.buckets {
-		for m := t.buckets[i]; m != nil; {
-			next := m.delivery.hashNext
-			m.delivery.hashNext, m.delivery.prev, m.delivery.next, m.delivery.listed = nil, nil, nil, false
-			f(m)
-			m = next
-		}
-	}
-	for _, id := range t.overdue {
-		if m := t.overdueByID[id].Value(); m != nil {
-			f(m)
-		}
-	}
-	*t = inFlightTable{}
-}
-
-// queued returns the messages that wait for a handler.
+// queued returns the messages in the table that no handler has taken, the earliest deadline first.
 func (t *inFlightTable) queued() []*Message {
 	var ms []*Message
-	for _, m := range t.buckets {
-		for ; m != nil; m = m.delivery.hashNext {
-			if m.delivery.state.queued() {
-				ms = append(ms, m)
-			}
+	for i := t.first; i != 0; i = t.slots[i].next {
+		if m := t.slots[i].m; m.state.queued() {
+			ms = append(ms, m)
 		}
 	}
 	return ms
 }
 
-func (t *inFlightTable) forgetOverdue(id MessageID) {
-	if _, ok := t.overdueByID[id]; ok {
-		delete(t.overdueByID, id)
-		i := slices.Index(t.overdue, id)
-		t.overdue = slices.Delete(t.overdue, i, i+1)
+// release gives up the memory of an empty table, and what is remembered of overdue deliveries stays.
+func (t *inFlightTable) release() {
+	if t.live > 0 {
+		return
 	}
+	for i := range t.slots {
+		t.lastGen = max(t.lastGen, t.slots[i].ref.gen)
+	}
+	t.slots, t.buckets, t.free = nil, nil, 0
 }
 
-// linkByDeadline puts m in its place. New messages and touched ones have the latest deadline but for rare exceptions,
+// linkByDeadline puts a slot in its place. New messages and touched ones have the latest deadline but for rare exceptions,
 // so the search begins at the end.
-func (t *inFlightTable) linkByDeadline(m *Message) {
+func (t *inFlightTable) linkByDeadline(s *slot) {
 	after := t.last
-	for after != nil && later(after.delivery.deadline, m.delivery.deadline) {
-		after = after.delivery.prev
+	for after != 0 && later(t.slots[after].deadline, s.deadline) {
+		after = t.slots[after].prev
 	}
-	m.delivery.prev = after
-	if after == nil {
-		m.delivery.next = t.first
-		t.first = m
+	s.prev = after
+	if after == 0 {
+		s.next = t.first
+		t.first = s.ref.slot
 	} else {
-		m.delivery.next = after.delivery.next
-		after.delivery.next = m
+		s.next = t.slots[after].next
+		t.slots[after].next = s.ref.slot
 	}
-	if m.delivery.next == nil {
-		t.last = m
+	if s.next == 0 {
+		t.last = s.ref.slot
 	} else {
-		m.delivery.next.delivery.prev = m
+		t.slots[s.next].prev = s.ref.slot
 	}
 }
 
 // later compares deadlines; 0 is none, and after all others.
 func later(a, b int64) bool { return b != 0 && (a == 0 || a > b) }
 
-func (t *inFlightTable) unlinkByDeadline(m *Message) {
-	if m.delivery.prev == nil {
-		t.first = m.delivery.next
+func (t *inFlightTable) unlinkByDeadline(s *slot) {
+	if s.prev == 0 {
+		t.first = s.next
 	} else {
-		m.delivery.prev.delivery.next = m.delivery.next
+		t.slots[s.prev].next = s.next
 	}
-	if m.delivery.next == nil {
-		t.last = m.delivery.prev
+	if s.next == 0 {
+		t.last = s.prev
 	} else {
-		m.delivery.next.delivery.prev = m.delivery.prev
+		t.slots[s.next].prev = s.prev
 	}
-	m.delivery.prev, m.delivery.next = nil, nil
 }
 
-// grow doubles the buckets, from 16 on: an idle connection has none.
+// grow doubles the slots and the buckets.
 func (t *inFlightTable) grow() {
-	old := t.buckets
-	t.buckets = make([]*Message, max(16, 2*len(old)))
-	for _, m := range old {
-		for m != nil {
-			next := m.delivery.hashNext
-			b := &t.buckets[hashMessageID(&m.delivery.id)&uint64(len(t.buckets)-1)]
-			m.delivery.hashNext = *b
-			*b = m
-			m = next
-		}
+	old := len(t.slots)
+	n := max(minSlots, 2*old)
+	t.slots = append(make([]slot, 0, n), t.slots...)[:n]
+	for i := n - 1; i >= max(old, 1); i-- {
+		t.slots[i].ref = deliveryRef{slot: uint32(i), gen: t.lastGen + 1}
+		t.slots[i].hashNext = t.free
+		t.free = uint32(i)
+	}
+	t.buckets = make([]uint32, n)
+	for i := t.first; i != 0; i = t.slots[i].next {
+		b := t.bucket(&t.slots[i].id)
+		t.slots[i].hashNext = *b
+		*b = i
 	}
 }

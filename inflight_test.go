@@ -13,15 +13,33 @@ import (
 
 // tableModel is what an inFlightTable does, said in the plainest way.
 type tableModel struct {
-	byID    map[MessageID]*Message // all that can be found
-	live    map[*Message]bool      // those that count
-	overdue []*Message             // expired while a handler has them, oldest first
+	live    map[*Message]modelDelivery // those that count
+	overdue []modelDelivery            // ended by nobody, while a handler has them; oldest first
+}
+
+// modelDelivery is what the table is told of a message.
+type modelDelivery struct {
+	m        *Message
+	ref      deliveryRef
+	id       MessageID
+	deadline int64
+	period   uint64
+	size     int
+}
+
+func (o *tableModel) find(id MessageID) *Message {
+	for m, d := range o.live {
+		if d.id == id {
+			return m
+		}
+	}
+	return nil
 }
 
 // due returns the live messages whose deadline is not after now.
 func (o *tableModel) due(now int64) (due []*Message) {
-	for m := range o.live {
-		if d := m.delivery.deadline; d != 0 && d <= now {
+	for m, d := range o.live {
+		if d.deadline != 0 && d.deadline <= now {
 			due = append(due, m)
 		}
 	}
@@ -29,18 +47,20 @@ func (o *tableModel) due(now int64) (due []*Message) {
 }
 
 func (o *tableModel) nextDeadline() (next int64) {
-	for m := range o.live {
-		if d := m.delivery.deadline; d != 0 && (next == 0 || d < next) {
-			next = d
+	for _, d := range o.live {
+		if d.deadline != 0 && (next == 0 || d.deadline < next) {
+			next = d.deadline
 		}
 	}
 	return next
 }
 
-func (o *tableModel) remove(m *Message) {
-	delete(o.byID, m.delivery.id)
+// retire ends a delivery that was not answered.
+func (o *tableModel) retire(m *Message) {
+	if !m.state.dropped() {
+		o.overdue = append(o.overdue, o.live[m])
+	}
 	delete(o.live, m)
-	o.overdue = slices.DeleteFunc(o.overdue, func(x *Message) bool { return x == m })
 }
 
 // tableTest holds a table against its model.
@@ -51,13 +71,14 @@ type tableTest struct {
 	model tableModel
 	now   int64
 	step  string
+	past  []deliveryRef // of deliveries that are over
 }
 
 func newTableTest(t *testing.T, seed uint64) *tableTest {
 	return &tableTest{
 		t:     t,
 		rng:   rand.New(rand.NewPCG(seed, 1)),
-		model: tableModel{byID: map[MessageID]*Message{}, live: map[*Message]bool{}},
+		model: tableModel{live: map[*Message]modelDelivery{}},
 		now:   1,
 	}
 }
@@ -70,52 +91,75 @@ func tableID(n uint64) (id MessageID) {
 }
 
 func (x *tableTest) insert(ids uint64) {
-	m := &Message{}
-	m.delivery.id = tableID(x.rng.Uint64N(ids))
-	m.delivery.size = x.rng.IntN(1000)
+	m := &Message{ID: tableID(x.rng.Uint64N(ids)), Body: []byte("x")}
+	d := modelDelivery{m: m, id: m.ID, size: x.rng.IntN(1000), period: x.rng.Uint64N(3)}
 	switch x.rng.IntN(10) {
 	case 0: // no deadline
 	case 1, 2: // out of order
-		m.delivery.deadline = x.now + 1 + x.rng.Int64N(100)
+		d.deadline = x.now + 1 + x.rng.Int64N(100)
 	default:
-		m.delivery.deadline = x.now + 60
+		d.deadline = x.now + 60
 	}
 	if x.rng.IntN(2) == 0 {
-		require.True(x.t, m.delivery.state.run())
+		require.True(x.t, m.state.run())
 	}
-	old := x.model.byID[m.delivery.id]
-	require.Same(x.t, old, x.table.insert(m), x.step)
-	if old != nil {
-		x.model.remove(old)
-		require.False(x.t, old.delivery.listed, x.step)
+	if old := x.table.find(&m.ID); old != nil {
+		x.retire(old)
 	}
-	x.model.byID[m.delivery.id] = m
-	x.model.live[m] = true
+	s := x.table.insert(m, d.deadline, d.size)
+	s.period = d.period
+	d.ref = s.ref
+	x.model.live[m] = d
+	m.ID = tableID(ids + 1) // a program's own affair
 }
 
-// anyOf picks one of the messages, in an order that depends on nothing but the seed.
-func (x *tableTest) anyOf(ms []*Message) *Message {
-	if len(ms) == 0 {
-		return nil
+// retire retires a delivery.
+func (x *tableTest) retire(s *slot) {
+	m := s.m
+	require.Contains(x.t, x.model.live, m, x.step)
+	x.past = append(x.past, s.ref)
+	require.Equal(x.t, !m.state.queued(), x.table.retire(s), x.step)
+	require.Equal(x.t, m.state.dropped(), m.Body == nil, x.step)
+	require.False(x.t, m.state.queued(), "no handler shall get it any more; "+x.step)
+	x.model.retire(m)
+}
+
+// anyLive picks one of the messages, in an order that depends on nothing but the seed.
+func (x *tableTest) anyLive() (d modelDelivery, ok bool) {
+	if len(x.model.live) == 0 {
+		return d, false
 	}
-	slices.SortFunc(ms, func(a, b *Message) int { return slices.Compare(a.delivery.id[:], b.delivery.id[:]) })
-	return ms[x.rng.IntN(len(ms))]
+	ds := slices.SortedFunc(maps.Values(x.model.live), func(a, b modelDelivery) int { return slices.Compare(a.id[:], b.id[:]) })
+	return ds[x.rng.IntN(len(ds))], true
 }
 
 func (x *tableTest) remove() {
-	if m := x.anyOf(slices.Collect(maps.Values(x.model.byID))); m != nil {
-		x.table.remove(m)
-		x.model.remove(m)
-		require.False(x.t, m.delivery.listed, x.step)
+	if d, ok := x.anyLive(); ok {
+		x.table.remove(x.table.get(d.ref))
+		delete(x.model.live, d.m)
+		x.past = append(x.past, d.ref)
+	}
+}
+
+func (x *tableTest) forgetOverdue() {
+	if n := len(x.model.overdue); n > 0 {
+		i := x.rng.IntN(n)
+		d := x.model.overdue[i]
+		old, ok := x.table.forgetOverdue(d.ref)
+		require.True(x.t, ok, x.step)
+		require.Equal(x.t, overdueDelivery{d.id, d.period}, old, x.step)
+		x.model.overdue = slices.Delete(x.model.overdue, i, i+1)
 	}
 }
 
 func (x *tableTest) postpone() {
-	m := x.anyOf(slices.Collect(maps.Keys(x.model.live)))
-	if m == nil || m.delivery.deadline == 0 {
+	d, ok := x.anyLive()
+	if !ok || d.deadline == 0 {
 		return
 	}
-	x.table.postpone(m, m.delivery.deadline+x.rng.Int64N(60))
+	d.deadline += x.rng.Int64N(60)
+	x.table.postpone(x.table.get(d.ref), d.deadline)
+	x.model.live[d.m] = d
 }
 
 func (x *tableTest) expire() {
@@ -123,61 +167,57 @@ func (x *tableTest) expire() {
 	due := x.model.due(x.now)
 	last := int64(0)
 	for range due {
-		m := x.table.expire(x.now)
-		require.NotNil(x.t, m, x.step)
-		require.Contains(x.t, due, m, x.step)
-		require.LessOrEqual(x.t, last, m.delivery.deadline, "the earliest first; "+x.step)
-		last = m.delivery.deadline
-		require.True(x.t, x.model.live[m], x.step)
-		delete(x.model.live, m)
-		require.False(x.t, m.delivery.state.queued(), "no handler shall get it any more; "+x.step)
-		if m.delivery.state.dropped() {
-			delete(x.model.byID, m.delivery.id)
-		} else {
-			x.model.overdue = append(x.model.overdue, m)
-		}
+		s := x.table.due(x.now)
+		require.NotNil(x.t, s, x.step)
+		require.Contains(x.t, due, s.m, x.step)
+		require.LessOrEqual(x.t, last, s.deadline, "the earliest first; "+x.step)
+		last = s.deadline
+		x.retire(s)
 	}
-	require.Nil(x.t, x.table.expire(x.now), x.step)
+	require.Nil(x.t, x.table.due(x.now), x.step)
 }
 
+// clear retires all, as the end of a connection does.
 func (x *tableTest) clear() {
-	want := maps.Clone(x.model.byID)
-	x.table.clear(func(m *Message) {
-		require.Same(x.t, want[m.delivery.id], m, x.step)
-		require.False(x.t, m.delivery.listed, x.step)
-		delete(want, m.delivery.id)
-	})
-	require.Empty(x.t, want, x.step)
-	x.model = tableModel{byID: map[MessageID]*Message{}, live: map[*Message]bool{}}
+	for s := x.table.oldest(); s != nil; s = x.table.oldest() {
+		x.retire(s)
+	}
+	x.table.release()
+	require.Nil(x.t, x.table.slots, x.step)
 }
 
 // compare looks at all that the table shows.
 func (x *tableTest) compare(ids uint64) {
 	require.Equal(x.t, len(x.model.live), x.table.live, x.step)
-	require.Equal(x.t, len(x.model.byID), x.table.live+len(x.table.overdue), x.step)
-	var bytes int64
-	for m := range x.model.live {
-		bytes += int64(m.delivery.size)
-	}
-	require.Equal(x.t, bytes, x.table.bytes, x.step)
 	require.Equal(x.t, x.model.nextDeadline(), x.table.nextDeadline(), x.step)
-	require.Equal(x.t, len(x.model.overdue), len(x.table.overdue), x.step)
-	for n := range ids {
-		id := tableID(n)
-		m := x.table.find(&id)
-		require.Same(x.t, x.model.byID[id], m, x.step)
-		if m != nil {
-			require.True(x.t, x.table.holds(m), x.step)
-			require.Equal(x.t, x.model.live[m], m.delivery.listed, x.step)
+	var bytes int64
+	var queued []*Message
+	for m, d := range x.model.live {
+		bytes += int64(d.size)
+		s := x.table.get(d.ref)
+		require.NotNil(x.t, s, x.step)
+		require.Same(x.t, m, s.m, x.step)
+		require.Same(x.t, s, x.table.find(&d.id), x.step)
+		require.Equal(x.t, d, modelDelivery{s.m, s.ref, s.id, s.deadline, s.period, s.size}, x.step)
+		if m.state.queued() {
+			queued = append(queued, m)
 		}
 	}
-	queued := map[*Message]bool{}
-	for _, m := range x.table.queued() {
-		require.False(x.t, queued[m], x.step)
-		queued[m] = true
+	require.Equal(x.t, bytes, x.table.bytes, x.step)
+	require.ElementsMatch(x.t, queued, x.table.queued(), x.step)
+	for _, ref := range x.past {
+		require.Nil(x.t, x.table.get(ref), "a delivery that is over is not found for ever; "+x.step)
 	}
-	for _, m := range x.model.byID {
-		require.Equal(x.t, m.delivery.state.queued(), queued[m], x.step)
+	require.Len(x.t, x.table.overdue, len(x.model.overdue), x.step)
+	require.Len(x.t, x.table.overdueByRef, len(x.model.overdue), x.step)
+	for i, d := range x.model.overdue {
+		require.Equal(x.t, d.ref, x.table.overdue[i], x.step)
+		require.Equal(x.t, overdueDelivery{d.id, d.period}, x.table.overdueByRef[d.ref], x.step)
+	}
+	for n := range ids {
+		if id := tableID(n); x.model.find(id) == nil {
+			require.Nil(x.t, x.table.find(&id), x.step)
+		}
 	}
 }
 
@@ -194,6 +234,8 @@ func TestInFlightTableAgainstAMap(t *testing.T) {
 				x.insert(ids)
 			case p < 750:
 				x.remove()
+			case p < 800:
+				x.forgetOverdue()
 			case p < 900:
 				x.postpone()
 			case p < 995:
@@ -213,35 +255,57 @@ func TestInFlightTableAgainstAMap(t *testing.T) {
 
 func TestInFlightTableForgetsWhatHandlersForgot(t *testing.T) {
 	var table inFlightTable
-	var first *Message
+	var first deliveryRef
 	for i := range uint64(maxOverdue + 10) {
-		m := &Message{}
-		m.delivery.id, m.delivery.deadline = tableID(i), int64(i)+1
-		m.delivery.state.run()
-		table.insert(m)
-		require.Same(t, m, table.expire(int64(i)+1))
+		m := &Message{ID: tableID(i)}
+		m.state.run()
+		s := table.insert(m, int64(i)+1, 100)
 		if i == 0 {
-			first = m
+			first = s.ref
 		}
+		require.True(t, table.retire(s))
 	}
 	require.Len(t, table.overdue, maxOverdue)
-	require.Len(t, table.overdueByID, maxOverdue)
+	require.Len(t, table.overdueByRef, maxOverdue)
 	require.Zero(t, table.live)
-	require.False(t, table.holds(first))
+	_, ok := table.forgetOverdue(first)
+	require.False(t, ok)
+}
+
+// An answer that comes with what a message knew when it came must never end another delivery.
+func TestInFlightTableNeverMistakesADelivery(t *testing.T) {
+	var table inFlightTable
+	seen := map[deliveryRef]bool{}
+	for i := range uint64(3000) {
+		if i%1000 == 999 {
+			table.release()
+		}
+		var held []deliveryRef
+		for j := range i % 40 {
+			ref := table.insert(&Message{ID: tableID(j)}, 0, 1).ref
+			require.False(t, seen[ref])
+			seen[ref] = true
+			held = append(held, ref)
+		}
+		for _, ref := range held {
+			table.remove(table.get(ref))
+		}
+	}
+	require.Nil(t, table.get(deliveryRef{}))
+	require.Nil(t, table.get(deliveryRef{slot: 1 << 31}))
 }
 
 func TestInFlightTableCostsNothingPerMessage(t *testing.T) {
 	var table inFlightTable
 	ms := make([]Message, 100)
-	for i := range ms {
-		ms[i].delivery.id, ms[i].delivery.deadline = tableID(uint64(i)), 1
-	}
+	refs := make([]deliveryRef, len(ms))
 	cycle := func() {
 		for i := range ms {
-			table.insert(&ms[i])
+			ms[i].ID = tableID(uint64(i))
+			refs[i] = table.insert(&ms[i], 1, 100).ref
 		}
-		for i := range ms {
-			table.remove(&ms[i])
+		for _, ref := range refs {
+			table.remove(table.get(ref))
 		}
 	}
 	cycle()
@@ -260,21 +324,26 @@ func TestMessageBatchCopiesWhatItDoesNotOwn(t *testing.T) {
 	var b messageBatch
 	require.True(t, b.empty())
 	for range 2 { // a batch is used again
-		one, two, large := messageFrame(1, []byte("one")), messageFrame(2, nil), messageFrame(3, make([]byte, 100<<10))
-		require.NoError(t, b.add(one, false))
-		require.NoError(t, b.add(two, false))
-		require.NoError(t, b.add(large, true))
-		require.True(t, b.full(one), "what is owned is the last")
-		ms := b.take()
+		one, two, head := messageFrame(1, []byte("one")), messageFrame(2, nil), messageFrame(3, nil)
+		large := make([]byte, 100<<10)
+		require.NoError(t, b.add(one, nil))
+		require.NoError(t, b.add(two, nil))
+		require.True(t, b.full(head, large), "a large one is alone")
+		ms := b.take().messages
 		require.True(t, b.empty())
+		require.NoError(t, b.add(head, large))
+		require.True(t, b.full(one, nil))
+		clear(head)
+		ms = append(ms, b.take().messages...)
 		require.Len(t, ms, 3)
 		copy(one[messageHeaderSize:], "XXX") // the reader's buffer is used again
-		large[messageHeaderSize] = 'L'
+		large[0] = 'L'
 		require.Equal(t, "one", string(ms[0].Body))
 		require.Empty(t, ms[1].Body)
 		require.Len(t, ms[2].Body, 100<<10)
-		require.EqualValues(t, 'L', ms[2].Body[0], "owned data is not copied")
-		for i, m := range ms {
+		require.EqualValues(t, 'L', ms[2].Body[0], "a large body is not copied")
+		for i := range ms {
+			m := &ms[i]
 			require.Equal(t, tableID(uint64(i+1)), m.ID)
 			require.EqualValues(t, 3, m.Attempts)
 		}
@@ -298,13 +367,13 @@ func TestMessageBatchStaysSmall(t *testing.T) {
 			var b messageBatch
 			data := messageFrame(1, make([]byte, test.body))
 			n := 0
-			for ; n < 1000 && !b.full(data); n++ {
-				require.NoError(t, b.add(data, false))
+			for ; n < 1000 && !b.full(data, nil); n++ {
+				require.NoError(t, b.add(data, nil))
 			}
 			require.LessOrEqual(t, n, test.want)
 			require.GreaterOrEqual(t, n, max(1, test.want-1))
-			require.Len(t, b.take(), n)
-			require.False(t, b.full(data))
+			require.Len(t, b.take().messages, n)
+			require.False(t, b.full(data, nil))
 		})
 	}
 }
@@ -312,8 +381,8 @@ func TestMessageBatchStaysSmall(t *testing.T) {
 func TestMessageBatchRefusesShortFrames(t *testing.T) {
 	var b messageBatch
 	for n := range messageHeaderSize {
-		require.EqualError(t, b.add(make([]byte, n), false), "not enough data to decode valid message")
+		require.EqualError(t, b.add(make([]byte, n), nil), "not enough data to decode valid message")
 	}
 	require.True(t, b.empty())
-	require.NoError(t, b.add(make([]byte, messageHeaderSize), false))
+	require.NoError(t, b.add(make([]byte, messageHeaderSize), nil))
 }

@@ -26,58 +26,46 @@ type Message struct {
 	Timestamp int64  // when the message was published, in nanoseconds since 1970
 	Attempts  uint16 // deliveries so far, this one included; it wraps to 0 after 65535
 
+	state messageState // stands here because here it costs no memory
+
 	// NSQDAddress is the address that was used to connect to the nsqd, as it was configured or discovered.
 	NSQDAddress string
 
 	// Delegate carries out the answers. A Consumer sets it; tests may set their own. Without one, answers do nothing.
 	Delegate MessageDelegate
 
-	responded            atomic.Bool
-	autoResponseDisabled atomic.Bool
-
-	delivery delivery
+	// ref is what the answer belongs to, by the connection's inFlightTable, where all else about the delivery lies. It is
+	// kept per delivery and not looked up by message ID when the answer comes: after a timeout nsqd may send the same ID
+	// again on the same connection. Only for a message made by hand there is nothing else to go by (Conn.live).
+	ref deliveryRef
 }
 
-// delivery is the book-keeping of a message that came over a connection. It is kept per delivery and not looked up by
-// message ID when an answer comes: after a timeout nsqd may send the same ID again on the same connection. Only for a
-// message made by hand there is nothing else to go by (Conn.own).
-type delivery struct {
-	conn  *Conn         // the one connection that may carry the answer; nil for a message made by hand
-	self  *Message      // the message that came: a program may have copied it
-	id    MessageID     // as it came; the exported ID is the user's
-	state deliveryState // who has the message; changed by compare-and-swap
-
-	// The fields below are guarded by conn.mu.
-
-	deadline int64    // when nsqd takes the message back, by monotonic(); 0: not known
-	limit    int64    // how far TOUCH can move the deadline; 0: not known
-	size     int      // of the memory that it takes
-	period   uint64   // the backoff period whose probe this is; 0: none
-	touched  uint64   // the round of writeLoop that has a TOUCH for it: another one would add nothing
-	listed   bool     // counted as unanswered
-	newer    *Message // the delivery of the same ID that superseded this one
-
-	hashNext   *Message // next in the bucket of inFlightTable
-	prev, next *Message // neighbours in the order of deadlines
-}
-
-// deliveryState tells who has a message: only one of a handler and those who drop messages can take it.
-type deliveryState struct{ v atomic.Int32 }
+// messageState is what has become of a message, in one word to keep messages small.
+type messageState struct{ bits atomic.Uint32 }
 
 const (
-	deliveryQueued  int32 = iota // waiting for a handler
-	deliveryRunning              // a handler has it, or has had it
-	deliveryDropped              // no handler will get it
+	messageTaken        uint32 = 1 << iota // by a handler, or dropped: it waits no more
+	messageDropped                         // no handler will get it
+	messageAnswered                        // or too late for an answer
+	messageAutoDisabled                    // DisableAutoResponse was called
 )
 
-// run claims the message for a handler.
-func (s *deliveryState) run() bool { return s.v.CompareAndSwap(deliveryQueued, deliveryRunning) }
+func (s *messageState) has(bit uint32) bool { return s.bits.Load()&bit != 0 }
+
+// set sets a bit and reports whether it was not set before.
+func (s *messageState) set(bit uint32) bool { return s.bits.Or(bit)&bit == 0 }
+
+// run claims the message for a handler: only one of handlers and those who drop messages can take it.
+func (s *messageState) run() bool { return s.set(messageTaken) }
 
 // drop claims the message so that no handler gets it any more.
-func (s *deliveryState) drop() bool { return s.v.CompareAndSwap(deliveryQueued, deliveryDropped) }
+func (s *messageState) drop() bool { return s.set(messageTaken) && s.set(messageDropped) }
 
-func (s *deliveryState) queued() bool  { return s.v.Load() == deliveryQueued }
-func (s *deliveryState) dropped() bool { return s.v.Load() == deliveryDropped }
+func (s *messageState) queued() bool  { return !s.has(messageTaken) }
+func (s *messageState) dropped() bool { return s.has(messageDropped) }
+
+// answer reports whether this is the first answer.
+func (s *messageState) answer() bool { return s.set(messageAnswered) }
 
 // MessageDelegate carries out the answers to a message. Consumers provide their own; a test can set one on a Message
 // to see what a handler does. OnRequeue receives the delay as it was given, -1 included.
@@ -95,17 +83,17 @@ func NewMessage(id MessageID, body []byte) *Message {
 // DisableAutoResponse leaves the answer to the handler's code: what the handler returns then causes neither FIN nor
 // REQ. Such a message must be answered by Finish, Requeue or RequeueWithoutBackoff, at any time and from any
 // goroutine; until then it counts as in flight.
-func (m *Message) DisableAutoResponse() { m.autoResponseDisabled.Store(true) }
+func (m *Message) DisableAutoResponse() { m.state.set(messageAutoDisabled) }
 
 // IsAutoResponseDisabled reports whether DisableAutoResponse was called.
-func (m *Message) IsAutoResponseDisabled() bool { return m.autoResponseDisabled.Load() }
+func (m *Message) IsAutoResponseDisabled() bool { return m.state.has(messageAutoDisabled) }
 
 // HasResponded reports whether the message was answered, also if that answer came too late to be sent.
-func (m *Message) HasResponded() bool { return m.responded.Load() }
+func (m *Message) HasResponded() bool { return m.state.has(messageAnswered) }
 
 // Finish sends FIN: the message is done. It does not block on the network, and does nothing on an answered message.
 func (m *Message) Finish() {
-	if !m.responded.CompareAndSwap(false, true) {
+	if !m.state.answer() {
 		return
 	}
 	if m.Delegate != nil {
@@ -116,7 +104,7 @@ func (m *Message) Finish() {
 // Touch sends TOUCH, which gives the handler another message timeout from now, up to nsqd's max_msg_timeout after the
 // delivery. It does not block on the network, and does nothing on an answered message.
 func (m *Message) Touch() {
-	if m.responded.Load() {
+	if m.HasResponded() {
 		return
 	}
 	if m.Delegate != nil {
@@ -136,7 +124,7 @@ func (m *Message) Requeue(delay time.Duration) { m.requeue(delay, true) }
 func (m *Message) RequeueWithoutBackoff(delay time.Duration) { m.requeue(delay, false) }
 
 func (m *Message) requeue(delay time.Duration, backoff bool) {
-	if !m.responded.CompareAndSwap(false, true) {
+	if !m.state.answer() {
 		return
 	}
 	if m.Delegate != nil {

@@ -108,7 +108,7 @@ func (r *Consumer) handleEvent(s *rdyState, e rdyEvent) {
 // backoffStep tells the state machine of an answer. It reports whether that was a step.
 func (r *Consumer) backoffStep(s *rdyState, e rdyEvent, now time.Time) bool {
 	b := &s.backoff
-	before, period := b.level, e.message.delivery.period
+	before, period := b.level, e.conn.probePeriod(e.message)
 	var step bool
 	switch {
 	case e.answer.finish:

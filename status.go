@@ -111,7 +111,7 @@ func (r *Consumer) Status() ConsumerStatus {
 		Topic:           r.topic,
 		Channel:         r.channel,
 		MaxInFlight:     int(r.maxInFlight.Load()),
-		Running:         int(r.running.Load()),
+		Running:         r.runningLocked(),
 		MessagesGivenUp: r.givenUp.Load(),
 		BackoffLevel:    r.backoff.level,
 		BackoffProbing:  r.backoff.level > 0 && !r.backoff.waiting,

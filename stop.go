@@ -92,7 +92,7 @@ func (r *Consumer) stop(started bool) {
 	r.lookups.running.Wait()
 
 	r.log.logf(LogLevelInfo, "stopping handlers")
-	close(r.handlersDone)
+	r.inbox.close()
 	r.waitForHandlers()
 	if started {
 		close(r.rdyStop)
@@ -115,14 +115,14 @@ func (r *Consumer) waitForHandlers() {
 	case <-returned:
 	case <-r.force.Done():
 		// Both may be true, after a stop without any patience: then nothing is left.
-		if r.running.Load() == 0 {
+		if r.running() == 0 {
 			<-returned
 		}
 	}
 }
 
 func (r *Consumer) noteWhatIsLeft() {
-	running, unanswered := int(r.running.Load()), int(r.abandoned.Load())
+	running, unanswered := r.running(), int(r.abandoned.Load())
 	if running == 0 && unanswered == 0 {
 		return
 	}
