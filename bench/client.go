@@ -1,0 +1,143 @@
+package main
+
+import (
+	"context"
+	"crypto/tls"
+	"fmt"
+	"os"
+	"runtime/pprof"
+
+	gonsq "github.com/nsqio/go-nsq"
+	"github.com/rdyloop/nsq"
+)
+
+// The libraries.
+const (
+	ours  = "ours"
+	goNSQ = "go-nsq"
+)
+
+// clientConfig is what a client process is asked to do: take WarmUp, then Count, then Rest messages, which is all there is. Count is what is
+// measured; WarmUp must not be 0.
+type clientConfig struct {
+	Library     string
+	Addr        string // of nsqd
+	Topic       string
+	Channel     string
+	MaxInFlight int
+	Handlers    int
+	WarmUp      int
+	Count       int
+	Rest        int
+	TLS         bool
+	Snappy      bool
+	Deflate     bool
+	Profile     string // file to write a CPU profile of the measured part to; none if empty
+}
+
+// clientRole consumes as it is told and answers with what it spent.
+func clientRole(ctx context.Context, p *parent) error {
+	var cfg clientConfig
+	if err := p.receive(&cfg); err != nil {
+		return err
+	}
+	s, err := consume(ctx, cfg)
+	if err != nil {
+		return err
+	}
+	return p.send(s)
+}
+
+func consume(ctx context.Context, cfg clientConfig) (s spent, err error) {
+	start, ok := libraries[cfg.Library]
+	if !ok {
+		return spent{}, fmt.Errorf("no library %q", cfg.Library)
+	}
+	m := newMeter(cfg.WarmUp, cfg.Count)
+	m.all += int64(cfg.Rest)
+	if cfg.Profile != "" {
+		f, err := os.Create(cfg.Profile)
+		if err != nil {
+			return spent{}, err
+		}
+		defer f.Close()
+		defer pprof.StopCPUProfile()
+		m.onStart = func() { _ = pprof.StartCPUProfile(f) } // fails only if one runs already
+	}
+	stop, err := start(cfg, m)
+	if err != nil {
+		return spent{}, err
+	}
+	if err := m.wait(ctx); err != nil {
+		return spent{}, err // without stop, which may take its time when something is wrong
+	}
+	stop()
+	return m.end.since(m.start), nil
+}
+
+// libraries are the ways to consume: each starts a consumer whose handlers count messages, and returns what stops it.
+var libraries = map[string]func(cfg clientConfig, m *meter) (stop func(), err error){
+	ours:  startOurs,
+	goNSQ: startGoNSQ,
+	floor: startFloor,
+}
+
+// startOurs and startGoNSQ differ in nothing but the package. Defaults hold, but for what the workload says, and the log is off.
+
+func startOurs(cfg clientConfig, m *meter) (stop func(), err error) {
+	config := nsq.NewConfig()
+	config.MaxInFlight = cfg.MaxInFlight
+	config.Snappy = cfg.Snappy
+	config.Deflate = cfg.Deflate
+	if cfg.TLS {
+		config.TlsV1 = true
+		config.TlsConfig = &tls.Config{InsecureSkipVerify: true}
+	}
+	consumer, err := nsq.NewConsumer(cfg.Topic, cfg.Channel, config)
+	if err != nil {
+		return nil, err
+	}
+	consumer.SetLogger(nil, nsq.LogLevelError)
+	consumer.AddConcurrentHandlers(nsq.HandlerFunc(func(*nsq.Message) error {
+		m.one()
+		return nil
+	}), cfg.Handlers)
+	stop = func() {
+		consumer.Stop()
+		<-consumer.StopChan
+	}
+	if err := consumer.ConnectToNSQD(cfg.Addr); err != nil {
+		stop()
+		return nil, err
+	}
+	return stop, nil
+}
+
+func startGoNSQ(cfg clientConfig, m *meter) (stop func(), err error) {
+	config := gonsq.NewConfig()
+	config.MaxInFlight = cfg.MaxInFlight
+	config.Snappy = cfg.Snappy
+	config.Deflate = cfg.Deflate
+	if cfg.TLS {
+		config.TlsV1 = true
+		config.TlsConfig = &tls.Config{InsecureSkipVerify: true}
+	}
+	consumer, err := gonsq.NewConsumer(cfg.Topic, cfg.Channel, config)
+	if err != nil {
+		return nil, err
+	}
+	consumer.SetLogger(nil, gonsq.LogLevelError)
+	consumer.AddConcurrentHandlers(gonsq.HandlerFunc(func(*gonsq.Message) error {
+		m.one()
+		return nil
+	}), cfg.Handlers)
+	stop = func() {
+		consumer.Stop()
+		<-consumer.StopChan
+	}
+	if err := consumer.ConnectToNSQD(cfg.Addr); err != nil {
+		stop()
+		return nil, err
+	}
+	return stop, nil
+}
