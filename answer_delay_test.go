@@ -11,7 +11,10 @@ import (
 // A FIN leaves at once, and if a write is under way, with the next one, whatever else is to be sent. The clock is the
 // bubble's: it moves only if somebody waits for it, so any timer in the way of an answer shows, and nothing else does.
 func TestAFINLeavesWithTheNextWrite(t *testing.T) {
-	const messages = 2500
+	messages := 2500
+	if raceDetector { // the number has nothing to do with races, and takes long
+		messages = 250
+	}
 	const slow = 50 * time.Millisecond // what a write takes
 	for name, pending := range map[string]func(n *fakeNSQD, r *Consumer, others []*Message){
 		"nothing else": func(*fakeNSQD, *Consumer, []*Message) {},

@@ -10,6 +10,7 @@ type arrivals struct {
 	conn     *Conn
 	messages []Message
 	deadline int64        // when nsqd takes them back, by monotonic(); 0: not known. A TOUCH moves that of a message alone
+	next     *arrivals    // in the inbox
 	taken    atomic.Int64 // so many went to handlers; more than there are once somebody found none left
 }
 
@@ -26,6 +27,16 @@ func (a *arrivals) take() *Message {
 
 // left is how many messages are there to take.
 func (a *arrivals) left() int { return max(0, len(a.messages)-int(a.taken.Load())) }
+
+// dropped tells whether no handler will get any of them.
+func (a *arrivals) dropped() bool {
+	for i := range a.messages {
+		if !a.messages[i].state.dropped() {
+			return false
+		}
+	}
+	return true
+}
 
 // messageBatch turns the frames of one read into messages. Bodies and messages are carved out of pieces of memory made
 // for a batch, to have a few allocations instead of two for each message (BenchmarkDecode).

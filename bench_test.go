@@ -57,31 +57,33 @@ type benchDecoder struct {
 }
 
 // next decodes what there is for a batch, after a read if it has to be, and returns the number of messages.
-func (d *benchDecoder) next(b *testing.B) int {
-	for {
-		start := *d.frames // next takes the frame out, full may leave it for the next batch
+func (d *benchDecoder) next(b *testing.B) (messages int) {
+	for messages == 0 {
 		_, data, body, ok, err := d.frames.next()
-		switch {
-		case err != nil:
-			b.Fatal(err)
-		case ok && d.batch.full(data, body):
-			*d.frames = start
-			return d.take()
-		case ok:
-			if err := d.batch.add(data, body); err != nil {
-				b.Fatal(err)
-			}
-		case !d.batch.empty():
-			return d.take()
-		default:
-			if err := d.frames.fill(); err != nil {
-				b.Fatal(err)
+		if err == nil && !ok {
+			if messages = d.take(); messages == 0 {
+				err = d.frames.fill()
 			}
 		}
+		if err == nil && ok {
+			if d.batch.full(data, body) {
+				messages = d.take()
+			}
+			err = d.batch.add(data, body)
+		}
+		if err != nil {
+			b.Fatal(err)
+		}
 	}
+	return messages
 }
 
-func (d *benchDecoder) take() int { return len(d.batch.take().messages) }
+func (d *benchDecoder) take() int {
+	if d.batch.empty() {
+		return 0
+	}
+	return len(d.batch.take().messages)
+}
 
 // BenchmarkEncode is the way of a command into a buffer.
 func BenchmarkEncode(b *testing.B) {

@@ -62,6 +62,7 @@ func bareAddrs(n int) (addrs []string) {
 // computed once for those that join together, so that each nsqd is told once, or twice. Telling all of them at each join
 // would take 250 commands for each of these 500, and telling all whose share has changed 14.
 func TestConnectingManyNSQDsCostsFewRDYs(t *testing.T) {
+	skipUnderRace(t, "how many RDY commands are sent")
 	const nsqds = 500
 	together := func(r *Consumer) error { return r.ConnectToNSQDs(bareAddrs(nsqds)) }
 	oneByOne := func(r *Consumer) error {
@@ -99,7 +100,7 @@ func TestConnectingManyNSQDsCostsFewRDYs(t *testing.T) {
 	}
 }
 
-// An idle connection has two goroutines, and takes 20 KiB with their stacks: 8 and 4 KiB of stack, 4 KiB of buffer for reading.
+// An idle connection has two goroutines, and takes 16 KiB with their stacks: twice 4 KiB of stack, 4 KiB of buffer for reading.
 // The limit leaves room for another 4 KiB, since the runtime doubles stacks. A buffer of 16 KiB, or a third goroutine, is too much. This is
 // the library's share alone: nsqd's end, and the socket where there is one, come on top.
 func TestAnIdleConnectionCostsLittle(t *testing.T) {
@@ -134,8 +135,8 @@ func TestAnIdleConnectionCostsLittle(t *testing.T) {
 
 		t.Logf("an idle connection: %d goroutines, %d bytes of heap, %d of stack; the nsqd itself %d bytes", used.goroutines/conns,
 			(used.heap-ofNSQDs.heap)/conns, used.stack/conns, ofNSQDs.heap/conns)
-		require.Equal(t, 2*conns, used.goroutines)
-		require.LessOrEqual(t, (used.heap-ofNSQDs.heap+used.stack)/conns, 24<<10)
+		require.InDelta(t, 2*conns, used.goroutines, conns/10) // some of earlier tests may just have ended
+		require.LessOrEqual(t, (used.heap-ofNSQDs.heap+used.stack)/conns, 20<<10)
 	})
 }
 

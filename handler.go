@@ -3,7 +3,6 @@ package nsq
 import (
 	"errors"
 	"runtime/debug"
-	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -39,14 +38,16 @@ type FailedMessageLogger interface {
 type inbox struct {
 	front atomic.Pointer[arrivals] // what handlers take from; changed under mu
 
-	mu      sync.Mutex  // guards the fields below
-	arrived sync.Cond   // something is in more, or closed
-	more    []*arrivals // behind front, oldest first
-	queued  int         // messages in more
-	full    int         // how many it may become before more is searched for messages that no handler will get
-	idle    int         // handlers that wait
-	waking  bool        // one of them was woken and has not come yet
+	mu      sync.Mutex // guards the fields below
+	arrived sync.Cond  // something is in more, or closed
+	more    *arrivals  // behind front, oldest first, linked: so queueing costs no allocation
+	last    *arrivals  // of more
+	queued  int        // messages in more
+	full    int        // how many it may become before more is searched for messages that no handler will get
+	idle    int        // handlers that wait
+	waking  bool       // one of them was woken and has not come yet
 	closed  bool
+	nothing arrivals // stands at the front when all is used up, so that no messages are held there that are done
 }
 
 // minSearch is how many messages are never searched for dropped ones.
@@ -55,14 +56,14 @@ const minSearch = 1024
 func newInbox() *inbox {
 	q := new(inbox)
 	q.arrived.L = &q.mu
-	q.front.Store(new(arrivals))
+	q.front.Store(&q.nothing)
 	return q
 }
 
 // put adds messages. It never blocks.
 func (q *inbox) put(a *arrivals) {
 	q.mu.Lock()
-	q.more = append(q.more, a)
+	q.appendLocked(a)
 	q.queued += len(a.messages)
 	if q.queued > max(q.full, minSearch) {
 		q.purgeLocked()
@@ -101,16 +102,14 @@ func (q *inbox) advance(usedUp *arrivals) bool {
 	if q.front.Load() != usedUp {
 		return true // somebody was quicker
 	}
-	if len(q.more) == 0 {
-		if len(usedUp.messages) > 0 { // it shall not hold the memory of messages that are done
-			q.front.Store(new(arrivals))
-			q.more = nil
-		}
+	next := q.more
+	if next == nil {
+		q.front.Store(&q.nothing)
 		return false
 	}
-	next := q.more[0]
-	q.more[0] = nil
-	q.more = q.more[1:]
+	if q.more, next.next = next.next, nil; q.more == nil {
+		q.last = nil
+	}
 	q.queued -= len(next.messages)
 	q.front.Store(next)
 	return true
@@ -152,16 +151,26 @@ func (q *inbox) purge() {
 }
 
 func (q *inbox) purgeLocked() {
-	q.queued = 0
-	q.more = slices.DeleteFunc(q.more, func(a *arrivals) bool {
-		for i := range a.messages {
-			if !a.messages[i].state.dropped() {
-				q.queued += len(a.messages)
-				return false
-			}
+	a := q.more
+	q.more, q.last, q.queued = nil, nil, 0
+	for a != nil {
+		next := a.next
+		a.next = nil
+		if !a.dropped() {
+			q.appendLocked(a)
+			q.queued += len(a.messages)
 		}
-		return true
-	})
+		a = next
+	}
+}
+
+func (q *inbox) appendLocked(a *arrivals) {
+	if q.last == nil {
+		q.more = a
+	} else {
+		q.last.next = a
+	}
+	q.last = a
 }
 
 // worker is one unit of a handler's concurrency.

@@ -15,9 +15,10 @@ const (
 	targetConnBytes  = 20.0 // KiB of heap and stacks for each connection, at most
 
 	// Costs are linear if an nsqd of a larger fleet costs at most linearSlack times as much as one of linearFrom nsqds. With fewer, what
-	// does not depend on their number hides what does.
+	// does not depend on their number hides what does. What grows with the square costs 5 times as much with 500, and 10 times with
+	// 1000; the slack lies between that and the noise of CPU times.
 	linearFrom  = 100
-	linearSlack = 2.0
+	linearSlack = 3.0
 )
 
 // cost is something that may grow with the number of nsqds.

@@ -53,7 +53,7 @@ func TestWhatIsLinear(t *testing.T) {
 		"less for each":                            {map[int]float64{100: 3, 500: 2, 1000: 1}, "yes"},
 		"a little more":                            {map[int]float64{100: 3, 500: 4, 1000: 5}, "yes"},
 		"each costs as much as there are":          {map[int]float64{100: 100, 500: 500, 1000: 1000}, "no"},
-		"too much in the middle":                   {map[int]float64{100: 3, 500: 7, 1000: 3}, "no"},
+		"too much in the middle":                   {map[int]float64{100: 3, 500: 10, 1000: 3}, "no"},
 		"small fleets don't count":                 {map[int]float64{1: 1, 10: 1, 100: 10, 500: 10, 1000: 10}, "yes"},
 		"nothing to compare with":                  {map[int]float64{500: 3, 1000: 3}, "-"},
 		"nothing to compare":                       {map[int]float64{1: 1, 100: 3}, "-"},
@@ -81,7 +81,7 @@ func TestMissedTargetsOfScale(t *testing.T) {
 	}{
 		"none":                            {func(*fleetRun) {}, 0},
 		"memory":                          {func(r *fleetRun) { r.bytes = 21 << 10 }, 2}, // and it is not linear
-		"RDY commands":                    {func(r *fleetRun) { r.rdys = 1100 }, 2},
+		"RDY commands":                    {func(r *fleetRun) { r.rdys = 1100 }, 1},
 		"CPU":                             {func(r *fleetRun) { r.connectCPU = 4 * time.Millisecond }, 1},
 		"time that grows with the square": {func(r *fleetRun) { r.ready = 25 * time.Millisecond }, 1},
 		"messages that cost more":         {func(r *fleetRun) { r.busyCPU = time.Second }, 1},
