@@ -79,7 +79,9 @@ func (t *inFlightTable) insert(m *Message, deadline int64, size int) *slot {
 	s := &t.slots[i]
 	t.free = s.hashNext
 	b := t.bucket(&m.ID)
-	*s = slot{id: m.ID, m: m, ref: s.ref, size: size, deadline: deadline, hashNext: *b}
+	s.id, s.m, s.size, s.deadline = m.ID, m, size, deadline // one by one: a whole slot would be made elsewhere and copied
+	s.limit, s.period, s.touched = 0, 0, 0
+	s.hashNext = *b
 	*b = i
 	t.live++
 	t.bytes += int64(size)

@@ -19,6 +19,8 @@ const (
 	// 1000; the slack lies between that and the noise of CPU times.
 	linearFrom  = 100
 	linearSlack = 3.0
+
+	flatSlack = 2.0 // the same for what should not grow at all, and is not divided
 )
 
 // cost is something that may grow with the number of nsqds.
@@ -71,14 +73,14 @@ func sampleOf(runs []fleetRun, of func(fleetRun) float64) (s sample) {
 }
 
 // linear says "yes" or "no", and "-" if that can't be told. costs are those of one nsqd, by the size of the fleet.
-func linear(fleets []int, costs map[int]float64) string {
+func linear(fleets []int, costs map[int]float64, slack float64) string {
 	base, known := costs[linearFrom]
 	verdict := "-"
 	for _, n := range fleets {
 		cost, ok := costs[n]
 		switch {
 		case !known || !ok || n <= linearFrom:
-		case cost > linearSlack*base:
+		case cost > slack*base:
 			return "no"
 		default:
 			verdict = "yes"
@@ -136,7 +138,10 @@ func growthTable(o scaleOptions, result *scaleResult) (t table, foot string, mis
 	t.header = append(t.header, "linear")
 	for _, c := range costs {
 		cells := []string{c.name}
-		divided := make(map[int]float64)
+		divided, slack := make(map[int]float64), linearSlack
+		if c.flat {
+			slack = flatSlack
+		}
 		for _, n := range o.fleets {
 			f := sampleOf(result.ours[n], c.of).median() // NaN if unknown
 			if !c.flat {
@@ -147,14 +152,14 @@ func growthTable(o scaleOptions, result *scaleResult) (t table, foot string, mis
 			}
 			cells = append(cells, figure(f))
 		}
-		verdict := linear(o.fleets, divided)
+		verdict := linear(o.fleets, divided, slack)
 		if verdict == "no" {
 			missed++
 		}
 		t.add(append(cells, verdict)...)
 	}
 	return t, fmt.Sprintf("Linear: one of more than %d nsqds costs at most %g times as much as one of %d. The time until "+
-		"a busy nsqd has its RDY and the CPU per message are not divided: they are to stay within that as they are.", linearFrom, linearSlack, linearFrom), missed
+		"a busy nsqd has its RDY and the CPU per message are not divided, and may grow to %g times as much.", linearFrom, linearSlack, linearFrom, flatSlack), missed
 }
 
 // comparisonTable shows both libraries with one fleet.

@@ -46,8 +46,8 @@ func TestScale(t *testing.T) {
 
 func TestWhatIsLinear(t *testing.T) {
 	tests := map[string]struct {
-		perNSQD map[int]float64
-		want    string
+		costs map[int]float64
+		want  string
 	}{
 		"the same for each":                        {map[int]float64{100: 3, 500: 3, 1000: 3}, "yes"},
 		"less for each":                            {map[int]float64{100: 3, 500: 2, 1000: 1}, "yes"},
@@ -61,7 +61,7 @@ func TestWhatIsLinear(t *testing.T) {
 	}
 	for name, test := range tests {
 		t.Run(name, func(t *testing.T) {
-			require.Equal(t, test.want, linear([]int{1, 10, 100, 500, 1000}, test.perNSQD))
+			require.Equal(t, test.want, linear([]int{1, 10, 100, 500, 1000}, test.costs, linearSlack))
 		})
 	}
 }
@@ -84,7 +84,7 @@ func TestMissedTargetsOfScale(t *testing.T) {
 		"RDY commands":                    {func(r *fleetRun) { r.rdys = 1100 }, 1},
 		"CPU":                             {func(r *fleetRun) { r.connectCPU = 4 * time.Millisecond }, 1},
 		"time that grows with the square": {func(r *fleetRun) { r.ready = 25 * time.Millisecond }, 1},
-		"messages that cost more":         {func(r *fleetRun) { r.busyCPU = time.Second }, 1},
+		"messages that cost more":         {func(r *fleetRun) { r.busyCPU = 2100 * time.Nanosecond }, 1},
 		"turns that cost more for each":   {func(r *fleetRun) { r.round, r.roundCPU = time.Second, 0.9 }, 1},
 	}
 	for name, test := range tests {
