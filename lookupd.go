@@ -579,9 +579,11 @@ func (r *Consumer) endRound(round *lookupRound) {
 	good := round.good && len(round.waiting) == 0
 	r.mu.Lock()
 	var known []string
+	seen := make(map[string]bool)
 	for _, l := range r.lookups.list {
 		for _, addr := range l.listed {
-			if !slices.Contains(known, addr) {
+			if !seen[addr] {
+				seen[addr] = true
 				known = append(known, addr)
 			}
 		}

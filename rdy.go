@@ -294,13 +294,14 @@ func (r *rdyRules) takeTurns(now time.Time, live []*rdyConn, slots int) {
 
 // turnEnds returns when the turn of c ends, as things are now; zero if that takes an event first.
 func (c *rdyConn) turnEnds(now time.Time, r *rdyRules) time.Time {
+	idleEnd := c.lastMessage.Add(c.turn(r.turnIdle))
 	switch {
 	case c.turnStart.IsZero(): // the raise waits for budget
 		return time.Time{}
 	case c.lastMessage.Before(c.turnStart): // nothing came in this turn
 		return c.turnStart.Add(c.turn(r.turnIdle))
-	case c.unanswered == 0:
-		return earliest(c.lastMessage.Add(c.turn(r.turnIdle)), c.busyEnd(r))
+	case c.unanswered == 0 || now.Before(idleEnd): // or each answer would have all connections looked at
+		return earliest(idleEnd, c.busyEnd(r))
 	}
 	c.watch = true // with its answer, the connection is idle since lastMessage
 	return c.busyEnd(r)

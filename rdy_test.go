@@ -456,6 +456,26 @@ func TestTurnsGoRoundBusyConnections(t *testing.T) {
 	}
 }
 
+// A look at all connections for each answer would make a message cost more the more nsqds there are.
+func TestAnswersWithinATurnAreNotWatched(t *testing.T) {
+	b := newRDYBench(1)
+	conns := b.addSettled(2)
+	holder := conns[0]
+	if holder.written == 0 {
+		holder = conns[1]
+	}
+	b.message(holder)
+	b.step()
+	require.False(t, holder.watch)
+	require.False(t, b.next.IsZero())
+	b.run(b.next.Sub(b.now)) // the turn would be over, were it not for the message
+	require.EqualValues(t, 1, holder.wanted)
+	require.True(t, holder.watch, "its answer is the end of the turn")
+	holder.unanswered = 0
+	b.step()
+	require.Zero(t, holder.wanted)
+}
+
 func TestATurnEndsOnlyIfSomebodyWaits(t *testing.T) {
 	b := newRDYBench(3)
 	conns := b.addSettled(3)
