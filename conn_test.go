@@ -3,7 +3,9 @@ package nsq
 import (
 	"crypto/tls"
 	"encoding/binary"
+	"fmt"
 	"io"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -109,6 +111,42 @@ func TestUnexpectedResponsesAreHarmless(t *testing.T) {
 		require.Equal(t, 1, n.stats().Finished)
 		require.Same(t, c, n.conn())
 	})
+}
+
+// Large frames are read apart from small ones. Whatever comes together, all of it arrives whole and in its order.
+func TestFramesOfAllSizesArriveTogether(t *testing.T) {
+	for name, segment := range map[string]int{"as much as there is": segmentGlue, "a frame at a time": 0, "in odd pieces": 1009} {
+		t.Run(name, func(t *testing.T) {
+			inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+				n.set(func(b *fakeBehaviour) { b.segment = segment })
+				d := &connEvents{}
+				subscribedConn(t, n, d, 100, nil)
+				c := n.conn()
+				want := d.all()
+				const refused = "E_FIN_FAILED "
+				for i, size := range []int{
+					0, 1, largeFrame - messageHeaderSize - 1, largeFrame - messageHeaderSize, largeFrame - messageHeaderSize + 1,
+					17 << 10, 17 << 10, largeFrame - 1, largeFrame, largeFrame + 1, 0, maxBatchBodies, 60000, maxText - frameTypeLength, 100 << 10, 10,
+				} {
+					text := strings.Repeat(string(rune('a'+i)), size)
+					c.sendMessage(fmt.Sprintf("%016x", i+1), 1, []byte(text))
+					want = append(want, "message "+text)
+					if size > len(refused) && size <= maxText-frameTypeLength {
+						c.sendResponse(text)
+						c.sendHeartbeat()
+						c.sendError(refused + text[len(refused):])
+						want = append(want, "response "+text, "heartbeat", "error "+refused+text[len(refused):])
+					}
+				}
+				synctest.Wait()
+				got := d.all()
+				require.Equal(t, len(want), len(got))
+				for i := range want {
+					require.True(t, want[i] == got[i], "%d: %.40s of %d bytes in place of %.40s of %d", i, got[i], len(got[i]), want[i], len(want[i]))
+				}
+			})
+		})
+	}
 }
 
 // A flood beyond RDY ends in a typed error; up to twice RDY is what nsqd may send after timeouts.

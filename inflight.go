@@ -2,6 +2,7 @@ package nsq
 
 import (
 	"encoding/binary"
+	"math/bits"
 	"slices"
 )
 
@@ -63,10 +64,11 @@ const (
 	minSlots = 16 // to begin with: an idle connection has none
 )
 
-// hashMessageID spreads IDs whose last digits differ, as those of one nsqd do, over the low bits.
+// hashMessageID spreads IDs over the low bits, whichever of their digits differ: those of messages that were published
+// slowly do so in the middle alone, where nsqd has the time.
 func hashMessageID(id *MessageID) uint64 {
-	h := (binary.BigEndian.Uint64(id[:8])*0x9E3779B97F4A7C15 ^ binary.BigEndian.Uint64(id[8:])) * 0xD6E8FEB86659FD93
-	return h ^ h>>32
+	hi, lo := bits.Mul64(binary.BigEndian.Uint64(id[:8])^0x9E3779B97F4A7C15, binary.BigEndian.Uint64(id[8:])^0xD6E8FEB86659FD93)
+	return hi ^ lo
 }
 
 // insert adds a delivery as unanswered and returns its slot, for the caller to fill in the rest until the next insert.

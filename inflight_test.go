@@ -312,6 +312,40 @@ func TestInFlightTableCostsNothingPerMessage(t *testing.T) {
 	require.Zero(t, testing.AllocsPerRun(10, cycle))
 }
 
+// Walking along a bucket is what finding a message costs.
+func TestInFlightTableSpreadsIDs(t *testing.T) {
+	// nsqdID is made as nsqd does: 42 bits of time, in units of about a millisecond, 10 of its node and 12 of a count within
+	// the unit.
+	nsqdID := func(time, count uint64) string { return fmt.Sprintf("%016x", time<<22|617<<12|count) }
+	const now = 0x5D3C000000
+	for name, makeID := range map[string]func(i uint64) string{
+		"published fast":           func(i uint64) string { return nsqdID(now+i>>12, i&(1<<12-1)) },
+		"published one by one":     func(i uint64) string { return nsqdID(now+i, 0) },
+		"published now and then":   func(i uint64) string { return nsqdID(now+1024*i, 0) },
+		"published in small parts": func(i uint64) string { return nsqdID(now+i/3, i%3) },
+		"counted":                  func(i uint64) string { return fmt.Sprintf("%016d", i) },
+		"counted in front":         func(i uint64) string { return fmt.Sprintf("%-16d", i) },
+	} {
+		t.Run(name, func(t *testing.T) {
+			var table inFlightTable
+			ms := make([]Message, 2500)
+			for i := range ms {
+				ms[i].ID = MessageID([]byte(makeID(uint64(i))))
+				table.insert(&ms[i], 0, 1)
+			}
+			longest := 0
+			for _, i := range table.buckets {
+				length := 0
+				for ; i != 0; i = table.slots[i].hashNext {
+					length++
+				}
+				longest = max(longest, length)
+			}
+			require.LessOrEqual(t, longest, 10)
+		})
+	}
+}
+
 func messageFrame(id uint64, body []byte) []byte {
 	data := make([]byte, messageHeaderSize, messageHeaderSize+len(body))
 	data[9] = 3

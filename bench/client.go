@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"fmt"
 	"os"
+	"runtime"
 	"runtime/pprof"
 
 	gonsq "github.com/nsqio/go-nsq"
@@ -32,6 +33,7 @@ type clientConfig struct {
 	TLS         bool
 	Snappy      bool
 	Deflate     bool
+	Heap        int    // MiB to hold besides
 	Profile     string // file to write a CPU profile of the measured part to; none if empty
 }
 
@@ -53,6 +55,8 @@ func consume(ctx context.Context, cfg clientConfig) (s spent, err error) {
 	if !ok {
 		return spent{}, fmt.Errorf("no library %q", cfg.Library)
 	}
+	held := make([]byte, cfg.Heap<<20)
+	defer runtime.KeepAlive(held)
 	m := newMeter(cfg.WarmUp, cfg.Count)
 	m.all += int64(cfg.Rest)
 	if cfg.Profile != "" {

@@ -147,7 +147,7 @@ func runOnce(ctx context.Context, o options, w workload, name string, round int)
 	var s spent
 	err = client.ask(clientConfig{
 		Library: library, Addr: addr, Topic: topic, Channel: channel, MaxInFlight: w.maxInFlight, Handlers: handlers,
-		WarmUp: warm, Count: count, Rest: rest, TLS: w.tls, Snappy: w.snappy, Deflate: w.deflate, Profile: profile("client"),
+		WarmUp: warm, Count: count, Rest: rest, TLS: w.tls, Snappy: w.snappy, Deflate: w.deflate, Heap: o.heap, Profile: profile("client"),
 	}, &s)
 	// The server has the last word, and knows more if both have something to say.
 	if stopErr := client.stop(); err == nil {

@@ -47,6 +47,7 @@ type options struct {
 	seed    uint64
 	strict  bool
 	profile string
+	heap    int
 	log     io.Writer // progress, for who waits
 }
 
@@ -87,11 +88,12 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 	flags.Uint64Var(&o.seed, "seed", uint64(time.Now().UnixNano()), "`number` that decides the order of runs")
 	flags.BoolVar(&o.strict, "strict", false, "end with exit code 1 if a target is missed")
 	flags.StringVar(&o.profile, "profile", "", "write CPU profiles of clients and servers to this `directory`")
+	flags.IntVar(&o.heap, "heap", 0, "`MiB` that consume's clients hold besides, as a service would: the garbage collector then runs less often")
 	if err := flags.Parse(args); err != nil {
 		return 2
 	}
-	if o.runs < 1 || o.scale <= 0 {
-		fmt.Fprintln(stderr, "bench: -runs and -scale must be above 0")
+	if o.runs < 1 || o.scale <= 0 || o.heap < 0 {
+		fmt.Fprintln(stderr, "bench: -runs and -scale must be above 0, -heap not below it")
 		return 2
 	}
 	selected, err := selectSections(flags.Args())
@@ -99,7 +101,7 @@ func run(ctx context.Context, args []string, stdout, stderr io.Writer) int {
 		fmt.Fprintln(stderr, "bench:", err)
 		return 2
 	}
-	fmt.Fprintf(stdout, "%s, %s. %d runs, scale %v, seed %d.\n\n", time.Now().Format(time.DateOnly), machine(), o.runs, o.scale, o.seed)
+	fmt.Fprintf(stdout, "%s, %s. %d runs, scale %v, heap %d MiB, seed %d.\n\n", time.Now().Format(time.DateOnly), machine(), o.runs, o.scale, o.heap, o.seed)
 	start := time.Now()
 	missed := 0
 	o.log = stderr
