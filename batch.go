@@ -83,6 +83,9 @@ func (b *messageBatch) add(data, body []byte) error {
 // take returns the messages and empties the batch.
 func (b *messageBatch) take() *arrivals {
 	memory := bytes.Join(b.bodies, nil) // which unlike make and copy does not clear it first
+	if memory == nil {
+		memory = []byte{} // a body without bytes is empty, not nil, as everywhere
+	}
 	messages := make([]Message, len(b.frames))
 	for i, data := range b.frames {
 		m := &messages[i]

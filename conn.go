@@ -258,7 +258,7 @@ func (c *Conn) read() error {
 			if err := c.deliver(&batch); err != nil {
 				return err
 			}
-			if err := c.handleFrame(frameType, data); err != nil {
+			if err := c.handleFrame(frameType, append(data, body...)); err != nil { // a long text came in two parts
 				return err
 			}
 		}

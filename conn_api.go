@@ -62,8 +62,7 @@ func (o *delegateOwner) received(c *Conn, ms *arrivals) {
 			c.giveBack(m)
 			continue
 		}
-		m.state.run()
-		if o.delegate != nil {
+		if m.state.run() && o.delegate != nil { // or the connection has ended this very moment, and taken its body
 			o.delegate.OnMessage(c, m)
 		}
 	}

@@ -104,6 +104,17 @@ func subscribedConn(t *testing.T, n *fakeNSQD, d ConnDelegate, rdy int, tune fun
 	return c
 }
 
+// The connection may end by a write while messages are handed on, and drops what nobody has.
+func TestConnHandsOnNoDroppedMessages(t *testing.T) {
+	d := &connEvents{}
+	c := NewConn("nsqd-1:4150", NewConfig(), d)
+	ms := arrive(2)[0]
+	require.True(t, ms.messages[0].state.drop())
+	ms.messages[1].Body = []byte("live")
+	c.owner.received(c, ms)
+	require.Equal(t, []string{"message live"}, d.all())
+}
+
 func TestConnByItself(t *testing.T) {
 	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
 		n.set(func(b *fakeBehaviour) { b.maxRDY = 7 })

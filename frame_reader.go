@@ -63,7 +63,8 @@ func newFrameReader(r io.Reader, maxFrame int32) *frameReader {
 
 // next returns the next frame that has come whole. ok is false when there is none: call fill. The data of a large frame
 // comes in two parts: data has as much as stands before the body of a message, and body the rest, for the caller to keep. Of
-// other frames body is nil. data is valid until the next fill. An error is final: *FrameSizeError or ErrHTTPResponse.
+// other frames body is nil. data is valid until the next fill, that of a large frame until the next call of next. An error
+// is final: *FrameSizeError or ErrHTTPResponse.
 func (f *frameReader) next() (frameType int32, data, body []byte, ok bool, err error) {
 	b := f.buf[f.start:f.end]
 	if len(b) < frameHeader {

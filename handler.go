@@ -67,7 +67,6 @@ func (q *inbox) put(a *arrivals) {
 	q.queued += len(a.messages)
 	if q.queued > max(q.full, minSearch) {
 		q.purgeLocked()
-		q.full = 2 * q.queued
 	}
 	q.wakeLocked(len(a.messages))
 	q.mu.Unlock()
@@ -162,6 +161,7 @@ func (q *inbox) purgeLocked() {
 		}
 		a = next
 	}
+	q.full = 2 * q.queued
 }
 
 func (q *inbox) appendLocked(a *arrivals) {
@@ -176,7 +176,7 @@ func (q *inbox) appendLocked(a *arrivals) {
 // worker is one unit of a handler's concurrency.
 type worker struct {
 	handler Handler
-	busy    atomic.Bool // it has a message, or is looking for one
+	busy    atomic.Bool // it has a message, or had one and is looking for the next
 }
 
 // running returns how many handlers are at work.
@@ -205,8 +205,12 @@ func (r *Consumer) handlerLoop(w *worker) {
 	}()
 	r.log.logf(LogLevelDebug, "starting Handler")
 	for more := true; more; more = r.inbox.wait() {
-		w.busy.Store(true) // ahead of taking, or a stop that is out of time could overlook a handler that begins
 		for m, a := r.inbox.take(); m != nil; m, a = r.inbox.take() {
+			// Ahead of the claim, or a stop that is out of time could overlook a handler that begins. And not without a
+			// message, or it would count workers that have just come to look for one.
+			if !w.busy.Load() {
+				w.busy.Store(true)
+			}
 			if r.claim(m, a) {
 				r.handle(w.handler, m)
 			}

@@ -387,6 +387,14 @@ func TestMessageBatchCopiesWhatItDoesNotOwn(t *testing.T) {
 	}
 }
 
+func TestMessageBatchWithOneEmptyBody(t *testing.T) {
+	var b messageBatch
+	require.NoError(t, b.add(messageFrame(1, nil), nil))
+	body := b.take().messages[0].Body
+	require.NotNil(t, body)
+	require.Empty(t, body)
+}
+
 func TestMessageBatchStaysSmall(t *testing.T) {
 	for name, test := range map[string]struct {
 		body int

@@ -52,8 +52,9 @@ const (
 
 func (s *messageState) has(bit uint32) bool { return s.bits.Load()&bit != 0 }
 
-// set sets a bit and reports whether it was not set before.
-func (s *messageState) set(bit uint32) bool { return s.bits.Or(bit)&bit == 0 }
+// set sets a bit and reports whether it was not set before. If it was, nothing is written: a handler may be copying the
+// message.
+func (s *messageState) set(bit uint32) bool { return !s.has(bit) && s.bits.Or(bit)&bit == 0 }
 
 // run claims the message for a handler: only one of handlers and those who drop messages can take it.
 func (s *messageState) run() bool { return s.set(messageTaken) }

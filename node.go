@@ -210,7 +210,7 @@ func (r *Consumer) tryLocked(n *node) *attempt {
 // serve connects to a node and reads from it, again and again.
 func (r *Consumer) serve(n *node) {
 	for {
-		c, err := r.connectApart(n)
+		c, err := r.connect(n)
 		if err == nil {
 			err = r.serveConn(n, c)
 		}
@@ -220,19 +220,6 @@ func (r *Consumer) serve(n *node) {
 		}
 		n.pause(delay)
 	}
-}
-
-// connectApart is connect in a goroutine of its own, which takes with it the stack that a handshake needs. The one that then
-// serves the connection would keep it: 8 KiB in place of 4, for each idle connection (TestAnIdleConnectionCostsLittle).
-func (r *Consumer) connectApart(n *node) (c *Conn, err error) {
-	err = errors.New("nsq: connecting ended its goroutine") // as a user's logger may
-	over := make(chan struct{})
-	go func() {
-		defer close(over)
-		c, err = r.connect(n)
-	}()
-	<-over
-	return c, err
 }
 
 // connect makes a connection, up to the accepted subscription. The connection is nil if that failed.
@@ -251,17 +238,7 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 	if !loud {
 		c.log.hush(math.MaxInt64)
 	}
-	c.log.logf(LogLevelInfo, "connecting to nsqd")
-	err := context.Cause(n.ctx)
-	if err == nil {
-		_, err = c.handshake(n.ctx)
-	}
-	if err == nil {
-		err = c.subscribe(n.ctx, r.topic, r.channel)
-	}
-	if err == nil {
-		err = c.begin()
-	}
+	err := r.reachApart(n, c)
 
 	defer func() {
 		if err != nil {
@@ -291,6 +268,34 @@ func (r *Consumer) connect(n *node) (*Conn, error) {
 		c.log.hush(monotonic() + int64(n.lives.interval))
 	}
 	return c, nil
+}
+
+// reachApart is reach in a goroutine of its own, which takes with it the stack that a handshake needs. The one that then
+// serves the connection would keep it: 8 KiB in place of 4, for each idle connection (TestAnIdleConnectionCostsLittle).
+func (r *Consumer) reachApart(n *node, c *Conn) (err error) {
+	err = errors.New("nsq: connecting ended its goroutine") // as a user's logger or TLS callback may
+	over := make(chan struct{})
+	go func() {
+		defer close(over)
+		err = r.reach(n, c)
+	}()
+	<-over
+	return err
+}
+
+// reach dials a node and goes through the handshake and SUB.
+func (r *Consumer) reach(n *node, c *Conn) error {
+	c.log.logf(LogLevelInfo, "connecting to nsqd")
+	if n.ctx.Err() != nil {
+		return context.Cause(n.ctx)
+	}
+	if _, err := c.handshake(n.ctx); err != nil {
+		return err
+	}
+	if err := c.subscribe(n.ctx, r.topic, r.channel); err != nil {
+		return err
+	}
+	return c.begin()
 }
 
 // endTry tells those who wait for a connect how it went.

@@ -594,6 +594,20 @@ func TestShutdown(t *testing.T) {
 	}
 }
 
+// Only handlers that have a message are running: not those that have just begun to wait for one.
+func TestShutdownInAHurryCountsNoIdleHandlers(t *testing.T) {
+	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+		ctx, cancel := context.WithCancel(t.Context())
+		cancel()
+		for range 10 {
+			r := newTestConsumer(t, n.cluster, nil)
+			r.AddConcurrentHandlers(HandlerFunc(finishAll), 2000)
+			require.NoError(t, r.ConnectToNSQD(n.addr))
+			require.NoError(t, r.Shutdown(ctx))
+		}
+	})
+}
+
 // A Shutdown behind a Stop brings its deadline with it.
 func TestShutdownHastensStop(t *testing.T) {
 	inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {

@@ -211,6 +211,27 @@ func TestUserCodeThatEndsItsGoroutine(t *testing.T) {
 			stopConsumer(t, r, time.Second)
 		})
 	})
+	t.Run("VerifyConnection", func(t *testing.T) {
+		inFakeBubble(t, func(t *testing.T, n *fakeNSQD) {
+			n.set(func(b *fakeBehaviour) { b.tls = true })
+			r := newTestConsumer(t, n.cluster, func(cfg *Config) {
+				cfg.TlsV1 = true
+				cfg.TlsConfig = &tls.Config{
+					InsecureSkipVerify: true,
+					VerifyConnection: func(tls.ConnectionState) error {
+						runtime.Goexit()
+						return nil
+					},
+				}
+			})
+			r.AddHandler(HandlerFunc(func(*Message) error { return nil }))
+			require.ErrorContains(t, r.ConnectToNSQD(n.addr), "ended its goroutine")
+			synctest.Wait()
+			require.Zero(t, n.cluster.openConns())
+			require.Len(t, n.dialTimes(), 1)
+			stopConsumer(t, r, time.Second)
+		})
+	})
 }
 
 // brokenConn panics at one of its methods.
