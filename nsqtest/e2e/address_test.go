@@ -296,14 +296,17 @@ func TestNSQDMoves(t *testing.T) {
 				}
 				return nil
 			})))
+			letGo := sync.OnceFunc(func() { close(release) })
+			t.Cleanup(letGo) // or the consumer would not stop
 			lines := keepLog(t, c)
 			require.NoError(t, c.ConnectToNSQLookupd(lookupd.HTTPAddr()))
 			awaitConnected(t, c, old.Addr())
-			l.publish(n, 2000)
+			l.publish(n, 1000)
 			l.awaitMore(100)
 
 			// An nsqd that is just about to send a message when it ends can lose it.
 			holding.Store(true)
+			l.publish(n, 2*cfg.MaxInFlight) // the others may all be handled by now
 			eventually(t, "nsqd has sent all that it may", func() bool { return client(t, n).InFlight == int64(cfg.MaxInFlight) })
 			l.fault("wherever it is", cfg.MaxInFlight+1)
 			leave(t, old)
@@ -313,7 +316,7 @@ func TestNSQDMoves(t *testing.T) {
 			awaitListed(t, lookupd, 1)
 			within(t, cfg.LookupdPollInterval+slack, "the new address is connected", func() bool { return connected(c, next.Addr()) })
 			holding.Store(false)
-			close(release)
+			letGo()
 			// After the end of the connection, or its silence, or three polls that don't list it.
 			within(t, 2*heartbeatInterval+slack, "the old address is given up", func() bool {
 				return nsqdStatus(c, old.Addr()).State != nsq.NodeConnected && len(c.Status().NSQDs) == 1
