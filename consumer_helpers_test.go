@@ -33,6 +33,15 @@ func stopConsumer(t *testing.T, r *Consumer, limit time.Duration) {
 	}
 }
 
+// fewer is n, or a quarter of it with the race detector, under which everything takes many times as long: what races
+// does so in few rounds, and CI makes twenty runs of them.
+func fewer(n int) int {
+	if raceDetector {
+		return n / 4
+	}
+	return n
+}
+
 // skipUnderRace is for long tests that can show no race: they run without the detector, once, not twenty times with it.
 func skipUnderRace(t *testing.T, shows string) {
 	if raceDetector {

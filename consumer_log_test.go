@@ -335,7 +335,7 @@ func TestCleanStopUnderTrafficHasNoErrorLines(t *testing.T) {
 				r.AddConcurrentHandlers(HandlerFunc(func(*Message) error { time.Sleep(5 * time.Millisecond); return nil }), 3)
 				n.flood(time.Millisecond)
 				require.NoError(t, r.ConnectToNSQD(n.addr))
-				time.Sleep(time.Second)
+				time.Sleep(time.Duration(fewer(1000)) * time.Millisecond)
 				stopConsumer(t, r, time.Minute)
 				n.stopFlood()
 				require.Empty(t, log.all("ERR"))

@@ -24,7 +24,7 @@ import (
 // prints its seed; `go test -run TestModel -model.seed N` goes the same way again, as far as goroutines let it.
 var (
 	modelSeed  = flag.Uint64("model.seed", 0, "seed of the first run of TestModel; 0: a random one")
-	modelSteps = flag.Int("model.steps", 10_000, "steps per run of TestModel")
+	modelSteps = flag.Int("model.steps", fewer(10_000), "steps per run of TestModel")
 	modelRuns  = flag.Int("model.runs", 1, "runs of TestModel, with consecutive seeds")
 )
 

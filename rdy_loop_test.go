@@ -458,12 +458,13 @@ func TestRDYIsSentOnlyWhenItChanges(t *testing.T) {
 	t.Parallel()
 	inRDYBubble(t, 3, 30, nil, func(t *testing.T, g *rdyRig) {
 		g.r.AddConcurrentHandlers(finishing(time.Millisecond), 10)
+		messages := fewer(3334) // at each
 		for _, n := range g.nodes {
-			n.publishN(3334)
+			n.publishN(messages)
 		}
 		g.connect()
 		g.waitUntil(func() bool {
-			return g.nodes[0].stats().Finished+g.nodes[1].stats().Finished+g.nodes[2].stats().Finished == 3*3334
+			return g.nodes[0].stats().Finished+g.nodes[1].stats().Finished+g.nodes[2].stats().Finished == 3*messages
 		})
 		time.Sleep(time.Minute)
 		require.LessOrEqual(t, len(g.rdyCommands()), 20)
