@@ -56,6 +56,7 @@ func TestKilledProcessComesBack(t *testing.T) {
 	require.NoError(t, p.Restart())
 	require.Equal(t, []string{tcp, http}, []string{p.TCPAddr(), p.HTTPAddr()})
 	require.NotEqual(t, pid, p.PID())
+	require.NoError(t, p.CreateChannel("events", "archive")) // which finds what it had; nsqd writes down later that it exists
 	s, err := p.ChannelStats("events", "archive")
 	require.NoError(t, err)
 	require.EqualValues(t, 2, s.Depth)
@@ -67,6 +68,7 @@ func TestKillLosesMemory(t *testing.T) {
 	require.NoError(t, p.Publish("events", []byte("one")))
 	require.NoError(t, p.Kill())
 	require.NoError(t, p.Restart())
+	require.NoError(t, p.CreateChannel("events", "archive")) // nsqd may have been killed before it wrote down that it exists
 	s, err := p.ChannelStats("events", "archive")
 	require.NoError(t, err)
 	require.Zero(t, s.Depth)
