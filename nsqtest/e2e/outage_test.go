@@ -131,7 +131,7 @@ func TestNSQDIsRestarted(t *testing.T) {
 
 func TestNSQDIsKilled(t *testing.T) {
 	inBothModes(t, nsqtest.NSQDOptions{MsgTimeout: 5 * time.Second}, func(t *testing.T, o *outage) {
-		o.fill(t, 3000)
+		o.fill(t, 8000) // a second of work, so that some are left, and all of it in memory
 		require.NoError(t, o.victim.Kill())
 		o.awaitNoticed(t, slack)
 		lost := o.ledger.missing() // nsqd held them in memory
