@@ -2,14 +2,10 @@ package main
 
 import (
 	"context"
-	"crypto/tls"
 	"fmt"
 	"os"
 	"runtime"
 	"runtime/pprof"
-
-	gonsq "github.com/nsqio/go-nsq"
-	"github.com/rdyloop/nsq"
 )
 
 // The libraries.
@@ -81,67 +77,26 @@ func consume(ctx context.Context, cfg clientConfig) (s spent, err error) {
 
 // libraries are the ways to consume: each starts a consumer whose handlers count messages, and returns what stops it.
 var libraries = map[string]func(cfg clientConfig, m *meter) (stop func(), err error){
-	ours:  startOurs,
-	goNSQ: startGoNSQ,
+	ours:  startConsumer,
+	goNSQ: startConsumer,
 	floor: startFloor,
 }
 
-// startOurs and startGoNSQ differ in nothing but the package. Defaults hold, but for what the workload says, and the log is off.
-
-func startOurs(cfg clientConfig, m *meter) (stop func(), err error) {
-	config := nsq.NewConfig()
-	config.MaxInFlight = cfg.MaxInFlight
-	config.Snappy = cfg.Snappy
-	config.Deflate = cfg.Deflate
-	if cfg.TLS {
-		config.TlsV1 = true
-		config.TlsConfig = &tls.Config{InsecureSkipVerify: true}
-	}
-	consumer, err := nsq.NewConsumer(cfg.Topic, cfg.Channel, config)
+// startConsumer starts one of the two libraries' consumers. Defaults hold, but for what the workload says, and the log is off.
+func startConsumer(cfg clientConfig, m *meter) (stop func(), err error) {
+	c, err := newConsumer(consumerConfig{
+		Library: cfg.Library, Topic: cfg.Topic, Channel: cfg.Channel, Handlers: cfg.Handlers, MaxInFlight: cfg.MaxInFlight,
+		TLS: cfg.TLS, Snappy: cfg.Snappy, Deflate: cfg.Deflate,
+	}, func([]byte) error {
+		m.one()
+		return nil
+	})
 	if err != nil {
 		return nil, err
 	}
-	consumer.SetLogger(nil, nsq.LogLevelError)
-	consumer.AddConcurrentHandlers(nsq.HandlerFunc(func(*nsq.Message) error {
-		m.one()
-		return nil
-	}), cfg.Handlers)
-	stop = func() {
-		consumer.Stop()
-		<-consumer.StopChan
-	}
-	if err := consumer.ConnectToNSQD(cfg.Addr); err != nil {
-		stop()
+	if err := c.ConnectToNSQDs([]string{cfg.Addr}); err != nil {
+		c.stop()
 		return nil, err
 	}
-	return stop, nil
-}
-
-func startGoNSQ(cfg clientConfig, m *meter) (stop func(), err error) {
-	config := gonsq.NewConfig()
-	config.MaxInFlight = cfg.MaxInFlight
-	config.Snappy = cfg.Snappy
-	config.Deflate = cfg.Deflate
-	if cfg.TLS {
-		config.TlsV1 = true
-		config.TlsConfig = &tls.Config{InsecureSkipVerify: true}
-	}
-	consumer, err := gonsq.NewConsumer(cfg.Topic, cfg.Channel, config)
-	if err != nil {
-		return nil, err
-	}
-	consumer.SetLogger(nil, gonsq.LogLevelError)
-	consumer.AddConcurrentHandlers(gonsq.HandlerFunc(func(*gonsq.Message) error {
-		m.one()
-		return nil
-	}), cfg.Handlers)
-	stop = func() {
-		consumer.Stop()
-		<-consumer.StopChan
-	}
-	if err := consumer.ConnectToNSQD(cfg.Addr); err != nil {
-		stop()
-		return nil, err
-	}
-	return stop, nil
+	return c.stop, nil
 }
