@@ -260,6 +260,22 @@ func TestDiscoveryFilter(t *testing.T) {
 	}
 }
 
+func TestDiscoveryFilterIsShownEachAddressOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		lookupds := newFakeLookupds(t, "l1:4161", "l2:4161")
+		lookupds.at("l1:4161").list("a:4150", "b:4150")
+		lookupds.at("l2:4161").list("b:4150", "a:4150")
+		r := newDiscoveringConsumer(t, newFakeCluster(t, "a:4150", "b:4150"), lookupds, nil)
+		r.SetBehaviorDelegate(filterFunc(func(addrs []string) []string {
+			assert.ElementsMatch(t, []string{"a:4150", "b:4150"}, addrs)
+			return addrs
+		}))
+		require.NoError(t, r.ConnectToNSQLookupds([]string{"l1:4161", "l2:4161"}))
+		time.Sleep(10 * time.Minute)
+		require.Equal(t, []string{"a:4150", "b:4150"}, nsqdsConnected(r))
+	})
+}
+
 func TestDiscoveryFilterThatPanicsDropsNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		lookupds := newFakeLookupds(t, "l1:4161")
